@@ -1,0 +1,1 @@
+"""What may vary: typed search spaces in YAML, and presets named after their papers."""
