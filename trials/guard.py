@@ -1,0 +1,244 @@
+"""Start a command so that nothing of it outlives the caller, whatever kills the caller.
+
+    caller ──liveness pipe (end of file = the caller is gone or wants a stop)──▶ guard
+    guard  ──status pipe (exit code of the command)──▶ caller
+
+The guard is a detached process of its own (Ray kills the direct children of a dying worker, so a supervisor must not be
+one) and a sub-reaper: descendants that call setsid or fork twice are re-parented to it and found in /proc. On a stop it
+sends TERM to every descendant, waits `grace_s`, then sends KILL until none is left. Only then does it report.
+
+A guard that is itself killed leaves its command behind: `sweep` finds processes by a tag in their environment.
+Linux only. This file is also the guard's program and imports nothing outside the standard library.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+RUN_TAG = "GRPO_AGENT_RUN"
+"""Environment variable that marks every process of a run with the run's folder."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+
+
+class Guarded:
+    """A running command under guard."""
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, record: Path, grace_s: float = 2.0
+    ) -> None:
+        """Start `command`.
+
+        Args:
+            command: program and arguments.
+            log: file to which stdout and stderr are appended.
+            env: the whole environment of the command.
+            cwd: its working directory.
+            record: file that gets `{"guard_pid": …, "pid": …, "started_s": …}` as JSON.
+            grace_s: seconds between TERM and KILL on a stop.
+        """
+        live_read, self._live = os.pipe()
+        self._status, status_write = os.pipe()
+        os.set_blocking(self._status, False)
+        self._received = b""
+        self._exit_code: int | None = None
+        spec = {
+            "command": list(command), "log": str(log), "cwd": str(cwd), "record": str(record), "grace_s": grace_s,
+            "live": live_read, "status": status_write,
+        }  # fmt: skip
+        try:
+            subprocess.run(
+                [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps(spec)],
+                pass_fds=(live_read, status_write),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                check=True,
+            )
+        finally:
+            os.close(live_read)
+            os.close(status_write)
+
+    def poll(self) -> int | None:
+        """The command's exit code once nothing of it is left, else None. A killed guard counts as −9."""
+        if self._exit_code is None:
+            try:
+                received = os.read(self._status, 4096)
+            except BlockingIOError:
+                return None
+            self._received += received
+            if self._received.endswith(b"\n"):
+                self._exit_code = int(self._received)
+            elif not received:
+                self._exit_code = -signal.SIGKILL
+        return self._exit_code
+
+    def stop(self, timeout_s: float = 60.0) -> int | None:
+        """End the command with all its descendants; returns its exit code, None if it is still there after the timeout."""
+        if self._live >= 0:
+            os.close(self._live)
+            self._live = -1
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self._exit_code
+
+    def close(self) -> None:
+        """Stop if need be and release the pipes."""
+        self.stop()
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+
+def sweep(tag: str, *, spare: Sequence[int] = (), grace_s: float = 3.0) -> list[int]:
+    """End every process whose environment has `GRPO_AGENT_RUN=<tag>`, except `spare` and this one.
+
+    Returns the process ids that were ended. Used at start-up, when no driver of the run is alive (its lock is free), to
+    remove what a killed guard or a killed Ray head left behind. Processes are never chosen by name.
+    """
+    keep = {os.getpid(), *spare}
+    ended: set[int] = set()
+    deadline = time.monotonic() + grace_s
+    while True:
+        found = [pid for pid in _pids() if pid not in keep and _has_tag(pid, tag) and _state(pid) not in ("Z", "X", "")]
+        if not found or time.monotonic() > deadline + 10:
+            return sorted(ended)
+        for pid in found:
+            _signal(pid, signal.SIGKILL if time.monotonic() > deadline or pid in ended else signal.SIGTERM)
+        ended.update(found)
+        time.sleep(0.2)
+
+
+def _has_tag(pid: int, tag: str) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return f"{RUN_TAG}={tag}".encode() in environ.split(b"\0")
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/<pid>/stat from the state on, [] when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _state(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _descendants() -> list[int]:
+    """All living descendants of this process, children first."""
+    parent: dict[int, int] = {}
+    alive: set[int] = set()
+    for pid in _pids():
+        fields = _stat(pid)
+        if fields:
+            parent[pid] = int(fields[1])
+            if fields[0] not in ("Z", "X"):
+                alive.add(pid)
+    found: list[int] = []
+    generation = {os.getpid()}
+    while generation:
+        generation = {pid for pid, its_parent in parent.items() if its_parent in generation}
+        found += [pid for pid in generation if pid in alive]
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _end_descendants(grace_s: float, tick: Callable[[], None]) -> None:
+    deadline = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while left := _descendants():
+        for pid in left:
+            if time.monotonic() > deadline:
+                _signal(pid, signal.SIGKILL)
+            elif pid not in asked:
+                asked.add(pid)
+                _signal(pid, signal.SIGTERM)
+        time.sleep(_POLL_S)
+        tick()
+        _reap()
+
+
+def _write_record(path: str, guard_pid: int, pid: int) -> None:
+    temporary = f"{path}.tmp"
+    with open(temporary, "w") as file:
+        json.dump({"guard_pid": guard_pid, "pid": pid, "started_s": time.time()}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+
+
+def _guard(text: str) -> None:
+    spec = json.loads(text)
+    if os.fork():
+        os._exit(0)
+    ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def restore_signals() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_DFL)
+
+    with open(spec["log"], "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            process = subprocess.Popen(
+                spec["command"], cwd=spec["cwd"], stdin=subprocess.DEVNULL, preexec_fn=restore_signals,
+                start_new_session=True, close_fds=True,
+            )  # fmt: skip
+        except OSError as error:
+            log.write(f"cannot start {spec['command'][0]}: {error}\n".encode())
+            os.write(spec["status"], b"127\n")
+            os._exit(0)
+    _write_record(spec["record"], os.getpid(), process.pid)
+    poller = select.poll()
+    poller.register(spec["live"], select.POLLIN | select.POLLHUP)
+    while process.poll() is None and not poller.poll(200):
+        pass
+    _end_descendants(spec["grace_s"] if process.poll() is None else 0.5, lambda: (process.poll(), None)[1])
+    exit_code = process.poll()
+    try:
+        os.write(spec["status"], f"{-signal.SIGTERM if exit_code is None else exit_code}\n".encode())
+    except BrokenPipeError:
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1])

@@ -1,0 +1,81 @@
+"""What went wrong with a trial, by kind. Pure."""
+
+import math
+import re
+from collections.abc import Sequence
+from enum import Enum
+
+from trials.metrics import StepMetrics
+
+
+class FailureKind(str, Enum):
+    """Kinds of failure; each has one rule in the search."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    NON_FINITE = "non_finite"
+    BAD_CONFIGURATION = "bad_configuration"
+    STALL = "stall"
+    STARTUP_HANG = "startup_hang"
+    DISK_FULL = "disk_full"
+    KILLED = "killed"
+    ENDED_EARLY = "ended_early"
+    UNKNOWN = "unknown"
+
+    @property
+    def blames_configuration(self) -> bool:
+        """Whether the sampler should learn that this region is bad."""
+        return self in (FailureKind.OUT_OF_MEMORY, FailureKind.NON_FINITE)
+
+
+_SIGNS: list[tuple[FailureKind, re.Pattern[str]]] = [
+    (FailureKind.DISK_FULL, re.compile(r"No space left on device|OSError: \[Errno 28\]|Disk quota exceeded")),
+    (FailureKind.OUT_OF_MEMORY, re.compile(r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|oom-kill", re.I)),
+    (
+        FailureKind.BAD_CONFIGURATION,
+        re.compile(
+            r"hydra\.errors|ConfigAttributeError|ConfigKeyError|MissingMandatoryValue|Could not override|is not in struct|"
+            r"OverrideParseException|No module named|OverlayError|command not found"
+        ),
+    ),
+]
+_ERROR_LINE = re.compile(r"^(?:\x1b\[[0-9;]*m|\(.*?pid=.*?\)|\s)*[\w.]*(?:Error|Exception|Killed|error:)\b.*")
+_NON_FINITE_STREAK = 3
+
+
+def classify_exit(exit_code: int | None, log_tail: Sequence[str], last_step: int, expected_step: int) -> tuple[FailureKind, str]:
+    """Kind and one-line reason of an attempt that ended before its expected step."""
+    text = "\n".join(log_tail)
+    decisive = decisive_line(log_tail)
+    where = f"ended with exit code {exit_code} after step {last_step} of {expected_step}"
+    for kind, pattern in _SIGNS:
+        match = pattern.search(text)
+        if match:
+            line = next((line for line in reversed(log_tail) if pattern.search(line)), match[0])
+            return kind, f"{where}: {line.strip()[:300]}"
+    if (exit_code is not None and exit_code < 0) or exit_code in (137, 143):
+        return FailureKind.KILLED, f"{where}: killed by a signal"
+    if exit_code == 0:
+        return FailureKind.ENDED_EARLY, f"{where}, although it reported success"
+    return FailureKind.UNKNOWN, f"{where}: {decisive}"
+
+
+def decisive_line(log_tail: Sequence[str]) -> str:
+    """The line of a log that most likely tells why the process ended."""
+    for line in reversed(log_tail):
+        if _ERROR_LINE.match(line):
+            return line.strip()[:300]
+    return next((line.strip()[:300] for line in reversed(log_tail) if line.strip()), "the log is empty")
+
+
+def is_non_finite(history: Sequence[StepMetrics]) -> bool:
+    """Whether loss, gradient norm or entropy were non-finite in each of the last three training steps."""
+    recent = [metrics for metrics in history if metrics.is_training_step][-_NON_FINITE_STREAK:]
+    if len(recent) < _NON_FINITE_STREAK:
+        return False
+    return all(
+        any(
+            value is not None and not math.isfinite(value)
+            for value in (metrics.get("actor/pg_loss"), metrics.get("actor/grad_norm"), metrics.entropy)
+        )
+        for metrics in recent
+    )

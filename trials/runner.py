@@ -1,0 +1,344 @@
+"""One attempt: a training script under guard, its log turned into validations, and how it ended.
+
+An attempt has a folder `trials/<id>/attempt_<n>/` with the script that was run, its environment, the process ids and the
+log. A trial's `metrics.jsonl` gets every step line of every attempt.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trials.guard import RUN_TAG, Guarded
+from trials.health import FailureKind, classify_exit, is_non_finite
+from trials.metrics import StepMetrics, metrics_from_json, parse_line
+
+OVERLAY_VARIABLE = "VERL_OVERLAY"
+"""The overlay reads its configuration from this environment variable."""
+
+ENTROPY_WINDOW_STEPS = 4
+"""The entropy of a validation is the mean over this many last training steps."""
+
+_POLL_S = 0.1
+_STALL_FACTOR = 20.0
+_TAIL_LINES = 200
+
+
+@dataclass(frozen=True)
+class TrialSpec:
+    """Everything that is needed to run one attempt; JSON-serialisable by `to_dict`."""
+
+    trial: str
+    attempt: int
+    folder: str
+    """The trial's folder."""
+    script: str
+    """Text of the script to run."""
+    script_path: str
+    """Where the script is written: beside the workspace's train.sh, so that its relative paths hold."""
+    cwd: str
+    """Working directory: verl's relative output folders land here."""
+    configuration: dict[str, Any] | None
+    """Overlay configuration handed over by environment; None runs what is baked into core_algos.py."""
+    stop_step: int | None
+    """Interrupt after this step; None lets the script end by itself."""
+    total_steps: int
+    """Steps of the full schedule."""
+    dev_rows: dict[str, int]
+    """Dev data source → rows."""
+    run_tag: str
+    keep_script: bool = False
+    """Leave the script beside train.sh when the attempt ends."""
+    configuration_id: int | None = None
+    """What the overlay must show in every training step; None does not look."""
+    startup_timeout_s: float = 1800.0
+    stall_timeout_s: float = 600.0
+    """Least time without a step line that counts as a stall; grows with the measured step time."""
+    grace_s: float = 2.0
+    training_env: str | None = None
+    """Prefix of the Python environment that runs verl; None is the agent's own."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Additional environment variables."""
+    stop_file: str = ""
+    """The attempt is interrupted as soon as this file exists."""
+
+    @property
+    def attempt_folder(self) -> Path:
+        return Path(self.folder) / f"attempt_{self.attempt}"
+
+    @property
+    def ray_tmpdir(self) -> Path:
+        """A short private folder for the trial's own Ray (unix socket paths are limited to 107 characters)."""
+        digest = hashlib.sha256(f"{self.run_tag}/{self.trial}/{self.attempt}".encode()).hexdigest()[:10]
+        root = tempfile.gettempdir()
+        return Path(root if len(root) < 20 else "/tmp") / f"ga{digest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A training step with a dev accuracy."""
+
+    step: int
+    accuracy: float | None
+    """0..1, weighted over the dev sources by rows; None when a source is missing."""
+    entropy: float | None
+    """Mean over the last training steps, nats per token; None when unknown."""
+    seconds: float
+    """Since the attempt was started."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt ended."""
+
+    outcome: str
+    """completed, failed or interrupted"""
+    last_step: int
+    seconds: float
+    failure: str | None = None
+    reason: str = ""
+    start_up_s: float | None = None
+    """From the start to the first training step."""
+    step_s: float | None = None
+    """Mean seconds from one training step line to the next, validations and saves included."""
+
+
+class Attempt:
+    """Run a TrialSpec. Iterate `events()`; always `close()`."""
+
+    def __init__(self, spec: TrialSpec) -> None:
+        self.spec = spec
+        self._guarded: Guarded | None = None
+        self._started = 0.0
+        self._offset = 0
+        self._partial = b""
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._history = read_history(Path(spec.folder))
+        """Steps of earlier attempts included: a resumed attempt goes on from a checkpoint."""
+        self._step_times: list[float] = []
+        self._last_line = 0.0
+
+    # ---- start and stop ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Write script and environment, then launch under guard."""
+        spec, folder = self.spec, self.spec.attempt_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(spec.cwd).mkdir(parents=True, exist_ok=True)
+        environment = build_environment(spec, os.environ)
+        for path in (Path(spec.script_path), folder / "train.sh"):
+            path.write_text(spec.script)
+            path.chmod(0o755)
+        (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True))
+        (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True))
+        (folder / "log").touch()
+        spec.ray_tmpdir.mkdir(parents=True, exist_ok=True)
+        self._started = self._last_line = time.monotonic()
+        self._guarded = Guarded(
+            ["bash", spec.script_path],
+            log=folder / "log",
+            env=environment,
+            cwd=Path(spec.cwd),
+            record=folder / "process.json",
+            grace_s=spec.grace_s,
+        )
+
+    def close(self) -> None:
+        """End all processes of the attempt and remove its scratch folder; harmless when repeated."""
+        if self._guarded is not None:
+            self._guarded.close()
+            self._guarded = None
+        shutil.rmtree(self.spec.ray_tmpdir, ignore_errors=True)
+        if not self.spec.keep_script:
+            Path(self.spec.script_path).unlink(missing_ok=True)
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[Validation | Ended]:
+        """Yield a Validation for each validated step and, last, one Ended."""
+        if self._guarded is None:
+            self.start()
+        while True:
+            exit_code = self._require_guard().poll()
+            for metrics in self._read_new_metrics():
+                self._record(metrics)
+                if metrics.dev_accuracies():
+                    yield validation_at(self._history, self.spec.dev_rows, self._seconds())
+                ended = self._judge(metrics)
+                if ended is not None:
+                    self.close()
+                    yield ended
+                    return
+            ended = self._ended_by_exit(exit_code) if exit_code is not None else self._ended_by_clock()
+            if ended is not None:
+                self.close()
+                yield ended
+                return
+            time.sleep(_POLL_S)
+
+    def _require_guard(self) -> Guarded:
+        assert self._guarded is not None
+        return self._guarded
+
+    def _read_new_metrics(self) -> Iterator[StepMetrics]:
+        """Parse the whole lines that were added to the log since the last call."""
+        with (self.spec.attempt_folder / "log").open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for raw in lines:
+            line = raw.decode("utf-8", "replace")
+            self._tail.append(line)
+            metrics = parse_line(line)
+            if metrics is not None:
+                yield metrics
+
+    def _record(self, metrics: StepMetrics) -> None:
+        self._last_line = time.monotonic()
+        while self._history and self._history[-1].step >= metrics.step:
+            self._history.pop()  # a resumed attempt repeats the steps after its checkpoint
+        self._history.append(metrics)
+        if metrics.is_training_step:
+            self._step_times.append(self._last_line - self._started)
+        record = {"attempt": self.spec.attempt, "seconds": round(self._last_line - self._started, 3)}
+        record.update(json.loads(metrics.to_json()))
+        with (Path(self.spec.folder) / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _judge(self, metrics: StepMetrics) -> Ended | None:
+        """Whether the attempt must end because of what this step says."""
+        if is_non_finite(self._history):
+            return self._ended(
+                "failed", FailureKind.NON_FINITE, f"loss, gradient or entropy not finite for 3 steps up to {metrics.step}"
+            )
+        if self.spec.configuration_id is not None and metrics.is_training_step:
+            seen = _overlay_value(metrics, "configuration_id")
+            if seen != self.spec.configuration_id:
+                reason = (
+                    f"step {metrics.step} shows overlay configuration {seen}, expected {self.spec.configuration_id}: the "
+                    "trainer does not run the overlay in core_algos.py with this trial's configuration"
+                )
+                return self._ended("failed", FailureKind.BAD_CONFIGURATION, reason)
+        if self.spec.stop_step is not None and metrics.step >= self.spec.stop_step:
+            return self._ended("completed", None, f"interrupted as planned after step {metrics.step}")
+        return None
+
+    def _ended_by_exit(self, exit_code: int) -> Ended:
+        last = self._last_step()
+        if exit_code == 0 and self.spec.stop_step is None and last >= self.spec.total_steps:
+            return self._ended("completed", None, f"all {last} steps done")
+        expected = self.spec.stop_step or self.spec.total_steps
+        kind, reason = classify_exit(exit_code, list(self._tail), last, expected)
+        return self._ended("failed", kind, f"{reason} (log: {self.spec.attempt_folder / 'log'})")
+
+    def _ended_by_clock(self) -> Ended | None:
+        if self.spec.stop_file and os.path.exists(self.spec.stop_file):
+            return self._ended("interrupted", None, "stopped on request")
+        silent_s = time.monotonic() - self._last_line
+        if not self._step_times:
+            if self._seconds() > self.spec.startup_timeout_s:
+                reason = f"no training step within {self.spec.startup_timeout_s:.0f} s of the start"
+                return self._ended("failed", FailureKind.STARTUP_HANG, reason)
+        elif silent_s > max(self.spec.stall_timeout_s, _STALL_FACTOR * (self._step_s() or 0.0)):
+            return self._ended("failed", FailureKind.STALL, f"no step line for {silent_s:.0f} s")
+        return None
+
+    def _last_step(self) -> int:
+        return self._history[-1].step if self._history else 0
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _step_s(self) -> float | None:
+        times = self._step_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+
+    def _ended(self, outcome: str, failure: FailureKind | None, reason: str) -> Ended:
+        return Ended(
+            outcome=outcome,
+            last_step=self._last_step(),
+            seconds=self._seconds(),
+            failure=failure.value if failure else None,
+            reason=reason,
+            start_up_s=self._step_times[0] if self._step_times else None,
+            step_s=self._step_s(),
+        )
+
+
+def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the training script: the caller's without what belongs to the agent or to its Ray.
+
+    verl starts a Ray of its own in the trial; any inherited RAY_* variable would let it join the agent's. PYTHONPATH and
+    the virtual environment of the agent must not reach a training environment of its own.
+    """
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OVERLAY_VARIABLE}
+    environment = {name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")}
+    prefix = Path(spec.training_env) / "bin" if spec.training_env else Path(sys.executable).parent
+    environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    environment.update(
+        RAY_ADDRESS="local",
+        RAY_TMPDIR=str(spec.ray_tmpdir),
+        RAY_DEDUP_LOGS="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        PYTHONUNBUFFERED="1",
+    )
+    environment[RUN_TAG] = spec.run_tag
+    if spec.configuration is not None:
+        environment[OVERLAY_VARIABLE] = json.dumps(spec.configuration, sort_keys=True)
+    environment.update(spec.environment)
+    return environment
+
+
+def _overlay_value(metrics: StepMetrics, name: str) -> float | None:
+    """An overlay metric, whatever prefix this verl puts before it."""
+    return next((value for key, value in metrics.values.items() if key.endswith(f"overlay/{name}")), None)
+
+
+def read_history(folder: Path) -> list[StepMetrics]:
+    """A trial's steps from its metrics.jsonl, ascending; of a repeated step the newest attempt's. [] without a file."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    steps: dict[int, StepMetrics] = {}
+    for line in lines:
+        try:
+            metrics = metrics_from_json(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut off by a crash
+        steps[metrics.step] = metrics
+    return [steps[step] for step in sorted(steps)]
+
+
+def validations(history: Sequence[StepMetrics], dev_rows: Mapping[str, int]) -> list[Validation]:
+    """The validations that a history shows, as `Attempt.events` would have yielded them."""
+    found = []
+    for position, metrics in enumerate(history):
+        if metrics.dev_accuracies():
+            found.append(validation_at(history[: position + 1], dev_rows))
+    return found
+
+
+def validation_at(history: Sequence[StepMetrics], dev_rows: Mapping[str, int], seconds: float = 0.0) -> Validation:
+    """The validation of the last step of a history."""
+    entropies = [m.entropy for m in history if m.is_training_step and m.entropy is not None]
+    recent = entropies[-ENTROPY_WINDOW_STEPS:]
+    return Validation(
+        step=history[-1].step,
+        accuracy=history[-1].dev_accuracy(dev_rows),
+        entropy=statistics.fmean(recent) if recent else None,
+        seconds=seconds,
+    )
