@@ -1,0 +1,1 @@
+"""The story: what a run does, from workspace to submission."""

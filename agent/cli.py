@@ -1,0 +1,212 @@
+"""The command line: verbs → functions, errors → one line and an exit code.
+
+Heavy packages are imported only by the verb that needs them, so that `--help` and usage errors are quick.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.errors import AgentError, Interrupted
+
+if TYPE_CHECKING:
+    from agent.config import AgentConfig
+    from agent.run_folder import RunFolder
+    from agent.submission import Submission
+    from agent.workspace import Workspace
+
+_DESCRIPTION = """Find, within a fixed wall clock, the remedy against entropy collapse that fits your GRPO run.
+
+Without a verb: start a run. The embedded workspace is created when none is there."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["run", *words]
+    options = _parser().parse_args(words)
+    try:
+        options.verb(options)
+    except AgentError as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return Interrupted.exit_code
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: {error.strerror or error}{where}; fix it, then resume", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="run_agent.py", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(required=True, metavar="verb")
+
+    run = verbs.add_parser("run", help="start a new run (the default)")
+    run.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML); every key: agent/config.py")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. search.trials=20")
+    run.add_argument("--workspace", metavar="DIR", help="root of the task; short for --set workspace=DIR")
+    run.add_argument("--name", help="name of the run folder; run-<n> by default")
+    run.set_defaults(verb=_run)
+
+    for name, verb, text in (
+        ("resume", _resume, "go on with an interrupted run"),
+        ("export", _export, "make and publish a submission from the best trial so far"),
+        ("status", _status, "show a run's trials, from its files"),
+        ("report", _report, "write report.html again"),
+    ):
+        sub = verbs.add_parser(name, help=text)
+        sub.add_argument("run", nargs="?", help="name or path of the run; the newest by default")
+        sub.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders")
+        sub.set_defaults(verb=verb)
+    verbs.choices["resume"].add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="what a resumed run may change: more trials or hours"
+    )
+    return parser
+
+
+# ---- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> None:
+    from agent.config import load_config
+    from agent.run_folder import create_run_folder, new_run_folder
+    from agent.workspace import Workspace, check_workspace, read_manifest, require_sound
+
+    overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]
+    config = load_config(options.config, overrides)
+    config.read_space()
+    folder = new_run_folder(config, options.name)
+    _create_embedded_workspace(config)
+    workspace = Workspace(config.workspace)
+    checks = check_workspace(workspace)
+    require_sound(checks)
+    from agent.pipeline import plan_rungs
+
+    rungs = plan_rungs(config, workspace)
+    with ExitStack() as locks:
+        _lock_workspace(locks, workspace)
+        before = read_manifest(workspace)
+        facts = {"workspace": str(workspace.root), "total_steps": workspace.total_steps, "rungs": rungs}
+        create_run_folder(folder, config, facts)
+        folder.manifest.write_text(json.dumps(before, indent=1))
+        folder.ledger.append("workspace_checked", checks=[vars(check) for check in checks])
+        _lock_run(locks, folder)
+        _execute(folder, config)
+
+
+def _resume(options: argparse.Namespace) -> None:
+    from agent.config import AgentConfig, load_config
+    from agent.run_folder import find_run_folder, require_same
+    from agent.workspace import Workspace, check_workspace, require_sound
+
+    folder = find_run_folder(options.runs, options.run)
+    config: AgentConfig = folder.read_config()
+    if options.set:
+        config = load_config(folder.path / "config.yaml", options.set)
+    with ExitStack() as locks:
+        _lock_run(locks, folder)
+        state = folder.read_state()
+        require_same(state, config, folder)
+        workspace = Workspace(config.workspace)
+        require_sound(check_workspace(workspace))
+        _lock_workspace(locks, workspace)
+        _execute(folder, config)
+
+
+def _execute(folder: "RunFolder", config: "AgentConfig") -> None:
+    from agent.pipeline import Pipeline
+    from agent.report import write_report
+    from agent.view import View
+
+    with View(folder.path) as view:
+        try:
+            submission = Pipeline(folder, config, view.event).execute()
+        finally:
+            report = write_report(folder.path)
+    _tell(submission, report)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from agent.pipeline import Pipeline
+    from agent.run_folder import find_run_folder, is_locked
+    from agent.view import View
+    from agent.workspace import Workspace
+
+    folder = find_run_folder(options.runs, options.run)
+    config = folder.read_config()
+    with ExitStack() as locks:
+        alone = not is_locked(folder.path / "lock")
+        if alone:
+            _lock_run(locks, folder)
+            _lock_workspace(locks, Workspace(config.workspace))
+        with View(folder.path) as view:
+            submission = Pipeline(folder, config, view.event, alone=alone).export()
+    _tell(submission, folder.path / "report.html")
+
+
+def _status(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from agent.run_folder import find_run_folder, is_locked
+    from agent.view import render_status
+
+    folder = find_run_folder(options.runs, options.run)
+    Console().print(render_status(folder.read_state(), alive=is_locked(folder.path / "lock")))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from agent.report import write_report
+    from agent.run_folder import find_run_folder
+
+    print(write_report(find_run_folder(options.runs, options.run).path))
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _create_embedded_workspace(config: "AgentConfig") -> None:
+    from agent.config import AgentConfig
+    from agent.errors import PreflightError
+
+    if config.workspace.exists():
+        return
+    if config.workspace != AgentConfig().workspace.resolve():
+        raise PreflightError(f"there is no workspace at {config.workspace}; check the path")
+    from trials.embedded.build import build_workspace
+
+    print(f"creating the embedded workspace in {config.workspace}", flush=True)
+    try:
+        build_workspace(config.workspace)
+    except (ModuleNotFoundError, FileExistsError) as error:
+        raise PreflightError(str(error)) from None
+
+
+def _lock_run(locks: ExitStack, folder: "RunFolder") -> None:
+    from agent.run_folder import Lock
+
+    locks.enter_context(Lock(folder.path / "lock", f"the run {folder.path}"))
+
+
+def _lock_workspace(locks: ExitStack, workspace: "Workspace") -> None:
+    from agent.run_folder import Lock
+
+    locks.enter_context(Lock(workspace.train_script, f"the workspace {workspace.root}"))
+
+
+def _tell(submission: "Submission", report: Path) -> None:
+    accuracy = "" if submission.accuracy is None else f", test accuracy {submission.accuracy:.3f}"
+    print(f"valid submission of {submission.samples} samples published{accuracy}; report: {report}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,188 @@
+"""The configuration of a run: typed, every field documented, read from `agent.yaml` and overrides."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+
+from agent.errors import ConfigError
+from agent.objective import EntropyBand
+from search_spaces.space import SearchSpace, SpaceError, describe_validation, read_space, shipped_space
+from search_spaces.strict_yaml import YamlError, parse_scalar, read_yaml
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BudgetConfig(_Section):
+    """Limits of the user's task."""
+
+    total_hours: float = Field(48.0, gt=0)
+    """Wall clock from the first start to the submission; down-time counts."""
+    training_hours: float = Field(24.0, gt=0)
+    """Training summed over all trials."""
+    inference_minutes: float = Field(10.0, gt=0)
+    """One run of inference.sh."""
+
+    @field_validator("total_hours", "training_hours", "inference_minutes", mode="before")
+    @classmethod
+    def _no_clock_times(cls, value: Any) -> Any:
+        if isinstance(value, str) and ":" in value:
+            raise ValueError(f"'{value}' is a clock time; write a plain number in the unit of the key's name")
+        return value
+
+
+class SearchConfig(_Section):
+    """The search over loss variants."""
+
+    trials: StrictInt = Field(10, ge=1)
+    """Search trials, presets included, baseline not."""
+    concurrent: StrictInt = Field(2, ge=1)
+    """Trials that run side by side; each is one run of train.sh."""
+    space: str = "overlay"
+    """Name of a shipped search space or path of a YAML file."""
+    first_rung_steps: StrictInt | None = Field(None, ge=1)
+    """Step at which a trial is judged first; by default an eighth of train.sh's steps."""
+    last_rung_steps: StrictInt | None = Field(None, ge=1)
+    """Step at which every trial is interrupted; by default half of train.sh's steps."""
+    reduction_factor: StrictInt = Field(2, ge=2)
+    """ASHA's factor: rungs are this far apart, and one trial in so many goes on at each."""
+    startup_trials: StrictInt = Field(6, ge=0)
+    """Optuna's TPE samples at random until so many trials, presets included, have ended."""
+    startup_timeout_s: float = Field(1800.0, gt=0)
+    """A trial without a training step for so long counts as hung."""
+    stall_timeout_s: float = Field(600.0, gt=0)
+    """A trial silent for so long counts as stalled (or for twenty steps, if that is longer)."""
+    failures_in_a_row: StrictInt = Field(3, ge=1)
+    """So many trials failing one after the other with the same cause stop the run."""
+
+
+class ObjectiveConfig(_Section):
+    """The entropy band of the objective, as multiples of the untrained policy's entropy H0."""
+
+    collapsed: float = Field(0.05, gt=0)
+    """Score 0 at and below."""
+    healthy_low: float = Field(0.50, gt=0)
+    """Score 1 from here …"""
+    healthy_high: float = Field(1.25, gt=0)
+    """… to here."""
+    exploded: float = Field(2.5, gt=0)
+    """Score 0 at and above."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "ObjectiveConfig":
+        if not self.collapsed < self.healthy_low <= self.healthy_high < self.exploded:
+            raise ValueError(
+                f"collapsed {self.collapsed} < healthy_low {self.healthy_low} <= healthy_high {self.healthy_high} < "
+                f"exploded {self.exploded} does not hold"
+            )
+        return self
+
+    def band(self) -> EntropyBand:
+        return EntropyBand(self.collapsed, self.healthy_low, self.healthy_high, self.exploded)
+
+
+class AgentConfig(_Section):
+    """Everything a run depends on."""
+
+    workspace: Path = Path("workspace")
+    """Root of the task. If it is the default and does not exist, the embedded workspace is created there."""
+    runs: Path = Path("runs")
+    """Folder of run folders."""
+    seed: StrictInt = Field(0, ge=0)
+    """Seed of the sampler."""
+    training_env: Path | None = None
+    """Prefix of the Python environment that runs verl (a venv or conda prefix); by default the agent's own."""
+    budget: BudgetConfig = BudgetConfig()
+    search: SearchConfig = SearchConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The fields that must not change within a run, flat: dotted name → value."""
+        fields = self.model_dump(mode="json")
+        return {name: value for name, value in _flatten(fields).items() if name not in _MAY_CHANGE}
+
+    def read_space(self) -> SearchSpace:
+        """The search space.
+
+        Raises:
+            ConfigError: the space file is wrong.
+        """
+        try:
+            return read_space(self.space_path())
+        except SpaceError as error:
+            raise ConfigError(str(error)) from None
+
+    def space_path(self) -> Path:
+        shipped = shipped_space(self.search.space)
+        return shipped if shipped.is_file() else Path(self.search.space).expanduser().resolve()
+
+
+_MAY_CHANGE = {"runs", "search.trials", "search.concurrent", "budget.total_hours", "budget.training_hours"}
+"""A resumed run may get more trials, other slots or more hours."""
+
+
+def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> AgentConfig:
+    """Read a configuration file and `section.key=value` overrides; paths become absolute.
+
+    Args:
+        path: YAML file; None means all defaults.
+        overrides: values are YAML.
+
+    Raises:
+        ConfigError: unreadable, unknown key, wrong type or range; the message names file, key and value.
+    """
+    where = str(path) if path else "command line"
+    try:
+        fields = read_yaml(path) if path else {}
+    except YamlError as error:
+        raise ConfigError(str(error)) from None
+    for override in overrides:
+        _set(fields, override)
+    base = path.parent if path else Path()
+    for key in ("workspace", "runs", "training_env"):
+        if isinstance(fields.get(key), str):
+            fields[key] = str((base / fields[key]).expanduser())
+    try:
+        config = AgentConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe_validation(error)}; see agent/config.py for every key") from None
+    absolute = {"workspace": config.workspace.resolve(), "runs": config.runs.resolve()}
+    return config.model_copy(update=absolute)
+
+
+def _set(fields: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    *sections, key = name.split(".")
+    for section in sections:
+        fields = fields.setdefault(section, {})
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--set {override}: {section} is not a section")
+    fields[key] = parse_scalar(text)
+
+
+def write_config(config: AgentConfig, path: Path) -> None:
+    """Write the resolved configuration as YAML."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def digest(value: Any) -> str:
+    """A short stable hash of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

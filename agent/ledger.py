@@ -1,0 +1,262 @@
+"""The ledger: one append-only file of facts about a run, and the state that follows from them.
+
+Each line of `ledger.jsonl` is one JSON object with `event` and `time` (seconds since the epoch). Appending writes
+one line and calls fsync. A torn last line, as a power cut leaves it, is skipped when reading and closed before the
+next append. Everything else — status, resume, export, report — is a function of this file.
+
+Events: run_opened, workspace_checked, driver_started, trial_started, trial_scored, trial_ended, decision, stage_started,
+stage_done, stage_failed, published, interrupted, run_finished.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.errors import RunFolderError
+
+SCHEMA = 1
+
+Event = dict[str, Any]
+
+
+class Ledger:
+    """Append and read the events of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, event: str, **facts: Any) -> Event:
+        """Write one event durably and return it.
+
+        Raises:
+            RunFolderError: the line could not be written in full (disk full, no permission).
+        """
+        record: Event = {"event": event, "time": round(time.time(), 3), **facts}
+        try:
+            with self.path.open("a+b") as file:
+                size = file.seek(0, os.SEEK_END)
+                torn = size > 0 and not self._ends_with_newline(file, size)
+                if torn:
+                    record["after_torn_line"] = True
+                line = json.dumps(_finite(record), allow_nan=False, default=str) + "\n"
+                try:
+                    file.write((b"\n" if torn else b"") + line.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, size)
+                    raise
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write to {self.path}: {error.strerror}; what was recorded before is intact — free space or fix "
+                "the permissions, then `python run_agent.py resume`"
+            ) from None
+        return record
+
+    @staticmethod
+    def _ends_with_newline(file: Any, size: int) -> bool:
+        file.seek(size - 1)
+        return bool(file.read(1) == b"\n")
+
+    def read(self) -> list[Event]:
+        """All whole events, in order. Unreadable lines other than a torn last one are refused.
+
+        Raises:
+            RunFolderError: no ledger, or a damaged line in the middle (its number is named).
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise RunFolderError(f"no ledger at {self.path} ({error.strerror}); name a run folder that has one") from None
+        return list(self._parse(lines))
+
+    def _parse(self, lines: list[bytes]) -> Iterator[Event]:
+        damaged: int | None = None
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict) or "event" not in record:
+                    raise ValueError
+            except ValueError:
+                damaged = number
+                continue
+            if damaged is not None and "after_torn_line" not in record:
+                raise RunFolderError(
+                    f"{self.path}: line {damaged} is damaged; restore the file or remove that line if you know its content"
+                )
+            damaged = None
+            yield record
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: replace non-finite floats by null, everywhere."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+@dataclass
+class Score:
+    """One validation of a trial."""
+
+    step: int
+    objective: float
+    accuracy: float | None
+    entropy: float | None
+    """Mean policy entropy over the last steps, nats per token."""
+    reason: str = ""
+    entropy_ratio: float | None = None
+    forecast_ratio: float | None = None
+    entropy_score: float | None = None
+
+
+@dataclass
+class TrialState:
+    """What the ledger knows of one trial."""
+
+    trial: str
+    kind: str
+    """baseline, search or full"""
+    configuration: dict[str, Any]
+    """The overlay's configuration; {} is plain GRPO."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Optuna's parameters."""
+    distributions: dict[str, str] = field(default_factory=dict)
+    """Parameter → Optuna distribution as JSON."""
+    origin: str = ""
+    """`baseline`, `preset:<name>`, `optuna` or `promotion of <trial>`."""
+    attempts: int = 0
+    started_s: float = 0.0
+    ended_s: float | None = None
+    outcome: str | None = None
+    """completed, stopped or failed; None while it runs or waits for a resume"""
+    failure: str | None = None
+    reason: str = ""
+    scores: list[Score] = field(default_factory=list)
+    training_s: float = 0.0
+    """Seconds all its ended attempts ran."""
+
+    @property
+    def best(self) -> Score | None:
+        """The score with the highest objective."""
+        return max(self.scores, key=lambda score: score.objective, default=None)
+
+    @property
+    def last(self) -> Score | None:
+        """The newest score."""
+        return max(self.scores, key=lambda score: score.step, default=None)
+
+
+@dataclass
+class RunState:
+    """The fold of a ledger."""
+
+    opened: Event | None = None
+    drivers: list[Event] = field(default_factory=list)
+    trials: dict[str, TrialState] = field(default_factory=dict)
+    stages: dict[str, Event] = field(default_factory=dict)
+    """Stage → its newest receipt."""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    decisions: list[Event] = field(default_factory=list)
+    published: list[Event] = field(default_factory=list)
+    checks: Event | None = None
+    finished: Event | None = None
+    trouble: Event | None = None
+    """The newest stage_failed or interrupted, until a driver starts again."""
+
+    @property
+    def baseline(self) -> TrialState | None:
+        return next((trial for trial in self.trials.values() if trial.kind == "baseline"), None)
+
+    @property
+    def search_trials(self) -> list[TrialState]:
+        return [trial for trial in self.trials.values() if trial.kind == "search"]
+
+    @property
+    def full_run(self) -> TrialState | None:
+        return next((trial for trial in self.trials.values() if trial.kind == "full"), None)
+
+    @property
+    def initial_entropy(self) -> float | None:
+        """H0 in nats per token, once the baseline has measured it."""
+        receipt = self.stages.get("baseline")
+        return float(receipt["initial_entropy"]) if receipt else None
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far, summed over all ended attempts."""
+        return sum(trial.training_s for trial in self.trials.values())
+
+
+def fold(events: Iterable[Event]) -> RunState:
+    """The state of a run from its events; unknown events are ignored, so that older agents can read newer runs."""
+    state = RunState()
+    for event in events:
+        _apply(state, event)
+    return state
+
+
+def _apply(state: RunState, event: Event) -> None:
+    kind = event["event"]
+    if kind == "run_opened":
+        state.opened = event
+    elif kind == "driver_started":
+        state.drivers.append(event)
+        state.trouble = None
+    elif kind == "workspace_checked":
+        state.checks = event
+    elif kind.startswith("trial_"):
+        _apply_trial(state, event)
+    elif kind == "stage_done":
+        state.stages[event["stage"]] = event
+        spent = state.stage_seconds.get(event["stage"], 0.0)
+        state.stage_seconds[event["stage"]] = spent + float(event.get("seconds", 0.0))
+    elif kind == "decision":
+        state.decisions.append(event)
+    elif kind == "published":
+        state.published.append(event)
+    elif kind in ("stage_failed", "interrupted"):
+        state.trouble = event
+    elif kind == "run_finished":
+        state.finished = event
+
+
+def _apply_trial(state: RunState, event: Event) -> None:
+    name = event["trial"]
+    if event["event"] == "trial_started":
+        trial = state.trials.get(name)
+        if trial is None:
+            trial = state.trials[name] = TrialState(
+                trial=name,
+                kind=event["kind"],
+                configuration=event["configuration"],
+                parameters=event.get("parameters", {}),
+                distributions=event.get("distributions", {}),
+                origin=event.get("origin", ""),
+                started_s=event["time"],
+            )
+        trial.attempts = max(trial.attempts, int(event["attempt"]))
+        trial.outcome = trial.failure = trial.ended_s = None
+        return
+    trial = state.trials[name]
+    if event["event"] == "trial_scored":
+        known: dict[str, Any] = {key: event[key] for key in Score.__dataclass_fields__ if key in event}
+        score = Score(**known)
+        trial.scores = [old for old in trial.scores if old.step != score.step] + [score]
+    elif event["event"] == "trial_ended":
+        trial.outcome = event["outcome"]
+        trial.failure = event.get("failure")
+        trial.reason = event.get("reason", "")
+        trial.ended_s = event["time"]
+        trial.training_s += float(event.get("seconds", 0.0))

@@ -1,0 +1,390 @@
+"""The search: one Ray Tune run whose sampler (Optuna) and scheduler (ASHA) are rebuilt from the ledger at every start.
+
+Neither Tune's nor Optuna's own state survives a crash in a usable way, so both are opinions: finished trials of the
+ledger are added to a new study, unfinished and not yet started ones are queued, and ASHA's rungs are filled again. The
+driver writes the ledger here, when results arrive. The only file that imports optuna.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import ray
+from optuna.distributions import distribution_to_json, json_to_distribution
+from optuna.trial import TrialState as OptunaState
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, TrialScheduler
+from ray.tune.search.optuna import OptunaSearch
+
+from agent.ledger import RunState, Score, TrialState
+from agent.objective import WORST
+from search_spaces.space import Configuration, SearchSpace
+from trials.health import FailureKind
+from trials.runner import TrialSpec
+from trials.trainable import Scorer, TrialTrainable
+
+Prepare = Callable[[str, int, str, Configuration], TrialSpec]
+"""(trial, attempt, kind, configuration) → the attempt to run."""
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """What one search does."""
+
+    space: SearchSpace
+    trials: int
+    """Search trials in all, those already in the ledger included."""
+    concurrent: int
+    rungs: tuple[int, ...]
+    """Steps at which ASHA judges, ascending; the last one ends a trial."""
+    reduction_factor: int
+    seed: int
+    startup_trials: int
+    failures_in_a_row: int
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """How the search ended."""
+
+    interrupted: bool
+    broken: str | None
+    """Why the circuit breaker stopped it."""
+
+
+
+
+def distributions_of(space: SearchSpace, parameters: Configuration) -> dict[str, str]:
+    """Optuna's distributions (as JSON) of the knobs that are active at a point."""
+    fixed = optuna.trial.FixedTrial(parameters)
+    space.suggest(fixed)
+    return {name: distribution_to_json(distribution) for name, distribution in fixed.distributions.items()}
+
+
+def run_search(
+    plan: SearchPlan,
+    record: Callable[..., None],
+    state: RunState,
+    prepare: Prepare,
+    score: Scorer,
+    *,
+    must_stop: Callable[[], bool],
+    time_is_over: Callable[[], bool],
+    stop_file: Path,
+    on_end: Callable[[], None],
+    scratch: Path,
+) -> SearchResult:
+    """Run trials until the plan's number has ended, time is over, a person stops it, or the circuit breaker opens.
+
+    Args:
+        plan: what to do.
+        record: appends an event to the ledger: every start, score and end.
+        state: the fold of the ledger at this moment.
+        prepare: makes the attempt of a trial.
+        score: judges a validation; sent to the workers.
+        must_stop: a person asked to stop.
+        time_is_over: the budget of the search is spent.
+        stop_file: created to interrupt running trials at once.
+        on_end: called after each trial that ended.
+        scratch: folder for Tune's own files; emptied.
+    """
+    ended = [trial for trial in state.search_trials if trial.outcome is not None]
+    missing = plan.trials - len(ended)
+    if missing <= 0:
+        return SearchResult(interrupted=False, broken=None)
+    searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end)
+    scheduler = LedgerASHA(plan.rungs, plan.reduction_factor)
+    scheduler.refill([trial for trial in state.trials.values() if trial.kind != "full"])
+    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.broken is not None, stop_file)
+    with _private_ray(plan.concurrent, scratch.with_suffix(".log")):
+        tuner = tune.Tuner(
+            tune.with_resources(tune.with_parameters(TrialTrainable, score=score, worst=WORST), {"cpu": 1}),
+            tune_config=tune.TuneConfig(
+                metric="objective",
+                mode="max",
+                search_alg=searcher,
+                scheduler=scheduler,
+                num_samples=missing,
+                max_concurrent_trials=plan.concurrent,
+                trial_name_creator=lambda trial: trial.trial_id,
+                trial_dirname_creator=lambda trial: trial.trial_id,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=str(scratch),
+                stop=stopper,
+                verbose=0,
+                checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            ),
+        )
+        shutil.rmtree(scratch, ignore_errors=True)
+        tuner.fit()
+    shutil.rmtree(scratch, ignore_errors=True)
+    if not must_stop():
+        searcher.end_unfinished("the time of the search is over" if time_is_over() else "the search was stopped")
+    return SearchResult(interrupted=must_stop(), broken=searcher.broken)
+
+
+class _NotSaved:
+    """Tune pickles what it is given, for a restore that is never used here: there is nothing to save."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).touch()
+
+
+class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
+    """OptunaSearch that starts from the ledger and writes every trial's life into it."""
+
+    def __init__(
+        self,
+        plan: SearchPlan,
+        record: Callable[..., None],
+        state: RunState,
+        prepare: Prepare,
+        must_stop: Callable[[], bool],
+        on_end: Callable[[], None],
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        known = len(state.trials)
+        sampler = optuna.samplers.TPESampler(
+            seed=plan.seed + known, n_startup_trials=plan.startup_trials, multivariate=True, constant_liar=True
+        )
+        super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=sampler)
+        self._plan, self._record, self._prepare = plan, record, prepare
+        self._must_stop, self._on_end = must_stop, on_end
+        self._numbers = known
+        self._started: dict[str, str] = {}
+        """Tune's trial id → ours."""
+        self._attempts = {trial.trial: trial.attempts for trial in state.trials.values()}
+        self._open: set[str] = set()
+        self._failures: list[str] = []
+        self.broken: str | None = None
+        for trial in state.trials.values():
+            if trial.kind != "full" and trial.outcome is not None:
+                self._add_finished(trial)
+        for trial in state.search_trials:
+            if trial.outcome is None:
+                self._ot_study.enqueue_trial(trial.parameters, user_attrs={"trial": trial.trial, "origin": trial.origin})
+        used = {trial.origin for trial in state.trials.values()}
+        for preset in plan.space.presets:
+            origin = f"preset:{preset}"
+            if origin not in used:
+                self._ot_study.enqueue_trial(plan.space.preset_parameters(preset), user_attrs={"origin": origin})
+
+    def _add_finished(self, trial: TrialState) -> None:
+        verdict, value = optuna_verdict(trial)
+        self._ot_study.add_trial(
+            optuna.trial.create_trial(
+                state=verdict,
+                value=value,
+                params=trial.parameters,
+                distributions={name: json_to_distribution(text) for name, text in trial.distributions.items()},
+                intermediate_values={score.step: score.objective for score in trial.scores},
+                user_attrs={"trial": trial.trial, "origin": trial.origin},
+            )
+        )
+
+    # ---- called by Tune ------------------------------------------------------------------------------------------
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | None:
+        """The next attempt, as Tune's config; None when no more may start."""
+        if self.broken is not None or self._must_stop():
+            return None
+        super().suggest(trial_id)
+        chosen = self._ot_trials[trial_id]
+        name = chosen.user_attrs.get("trial")
+        if name is None:
+            name = f"t{self._numbers:03d}"
+            self._numbers += 1
+        attempt = self._attempts.get(name, 0) + 1
+        self._attempts[name] = attempt
+        spec = self._prepare(name, attempt, "search", dict(chosen.params))
+        self._record(
+            "trial_started",
+            trial=name,
+            attempt=attempt,
+            kind="search",
+            origin=chosen.user_attrs.get("origin", "optuna"),
+            configuration=chosen.params,
+            parameters=chosen.params,
+            distributions={key: distribution_to_json(value) for key, value in chosen.distributions.items()},
+        )
+        self._started[trial_id] = name
+        self._open.add(name)
+        return {"trial": name, "spec": spec.to_dict()}
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """A validation that lets the trial go on."""
+        self._record_score(trial_id, result)
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """A trial ended: by itself, by ASHA, by failure, or because a person stopped the run."""
+        if trial_id in self._completed_trials:
+            return
+        self._completed_trials.add(trial_id)
+        name, result = self._started[trial_id], result or {}
+        outcome = "failed" if error else str(result.get("outcome", "interrupted"))
+        if outcome == "interrupted" or (outcome == "running" and self._must_stop()):
+            self._ot_study.tell(self._ot_trials[trial_id], state=OptunaState.FAIL)
+            return
+        if not error and outcome != "failed":
+            self._record_score(trial_id, result)
+        self._end(name, "stopped" if outcome == "running" else outcome, result, error)
+        verdict, value = _verdict(outcome, result.get("failure"), result.get("objective"))
+        self._ot_study.tell(self._ot_trials[trial_id], value, state=verdict)
+        self._on_end()
+
+    # ---- facts ---------------------------------------------------------------------------------------------------
+
+    def _record_score(self, trial_id: str, result: dict[str, Any]) -> None:
+        if not result.get("step"):
+            return
+        facts = {key: result.get(key) for key in Score.__dataclass_fields__}
+        self._record("trial_scored", trial=self._started[trial_id], **facts)
+        self._ot_trials[trial_id].report(result["objective"], int(result["step"]))
+
+    def _end(self, name: str, outcome: str, result: dict[str, Any], error: bool) -> None:
+        failure = result.get("failure") or (FailureKind.UNKNOWN.value if error else None)
+        reason = result.get("ending") or ("the trial's worker died" if error else "")
+        if outcome == "stopped":
+            reason = f"ASHA: objective {result['objective']:.4f} at step {result['step']} is below the rung's cutoff"
+        self._record(
+            "trial_ended", trial=name, outcome=outcome, failure=failure, reason=reason, step=result.get("step"),
+            seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"), step_s=result.get("step_s"),
+        )  # fmt: skip
+        self._open.discard(name)
+        self._failures = [*self._failures, str(failure)] if outcome == "failed" else []
+        recent = self._failures[-self._plan.failures_in_a_row :]
+        if len(recent) == self._plan.failures_in_a_row and len(set(recent)) == 1:
+            self.broken = f"{len(recent)} trials in a row failed with {recent[0]}; the last one: {reason}"
+
+    def end_unfinished(self, reason: str) -> None:
+        """Record trials that were still running when the search ended for good."""
+        for name in sorted(self._open):
+            self._record("trial_ended", trial=name, outcome="stopped", failure=None, reason=reason, seconds=0.0)
+        self._open.clear()
+
+
+def _verdict(outcome: str, failure: str | None, objective: float | None) -> tuple[OptunaState, float | None]:
+    """How Optuna is told of an ended trial: state and value.
+
+    A trial that ASHA stopped is PRUNED: its last value belongs to a lower step than that of a completed one, and TPE
+    ranks pruned trials behind completed ones by (step, value).
+    """
+    if outcome == "failed":
+        blamed = failure is not None and FailureKind(failure).blames_configuration
+        return (OptunaState.COMPLETE, WORST) if blamed else (OptunaState.FAIL, None)
+    if objective is None:
+        return OptunaState.FAIL, None
+    if outcome == "completed":
+        return OptunaState.COMPLETE, objective
+    return OptunaState.PRUNED, None
+
+
+def optuna_verdict(trial: TrialState) -> tuple[OptunaState, float | None]:
+    """The same for a trial of the ledger."""
+    last = trial.last
+    return _verdict(trial.outcome or "failed", trial.failure, last.objective if last else None)
+
+
+class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
+    """Tune's ASHA with our own rungs and trial names, so that a ledger can fill it again.
+
+    It is the stopping variant: a trial goes on when its objective is not below the cutoff of those that reached the rung
+    before it. Nobody is stopped at a rung that fewer than `reduction_factor + 1` trials have reached: the cutoff of two is
+    the noise of one.
+    """
+
+    def __init__(self, rungs: Sequence[int], reduction_factor: int) -> None:
+        super().__init__(
+            time_attr="step", max_t=rungs[-1], grace_period=rungs[0], reduction_factor=reduction_factor, brackets=1
+        )
+        self._brackets[0]._rungs = [(step, {}) for step in reversed(rungs)]
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if result.get("outcome") != "running" or "objective" not in result:
+            return str(TrialScheduler.CONTINUE)
+        return self.decide(trial.config["trial"], int(result["step"]), float(result["objective"]))
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        if result.get("outcome") == "completed":
+            self.decide(trial.config["trial"], int(result["step"]), float(result["objective"]))
+        self._trial_info.pop(trial.trial_id, None)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        self._trial_info.pop(trial.trial_id, None)
+
+    def decide(self, name: str, step: int, objective: float) -> str:
+        """Record a trial's objective at its rung and say whether it goes on."""
+        decision = str(self._brackets[0].on_result(SimpleNamespace(trial_id=name), step, objective))
+        reached = next((len(recorded) for rung, recorded in self._brackets[0]._rungs if rung <= step), 0)
+        return decision if reached > self._reduction_factor else str(TrialScheduler.CONTINUE)
+
+    def refill(self, trials: Sequence[TrialState]) -> None:
+        """Fill the rungs with what the ledger knows."""
+        for trial in trials:
+            if trial.outcome != "failed":
+                for score in sorted(trial.scores, key=lambda score: score.step):
+                    self.decide(trial.trial, score.step, score.objective)
+
+
+class _Stopper(_NotSaved, tune.Stopper):  # type: ignore[misc]
+    """Ends the Tune run and, through the stop file, the steps that are under way."""
+
+    def __init__(self, condition: Callable[[], bool], stop_file: Path) -> None:
+        self._condition, self._stop_file = condition, stop_file
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        if self._condition():
+            self._stop_file.touch()
+            return True
+        return False
+
+
+class _private_ray:
+    """A Ray of this run's own, for as many trials as run side by side; never joins another cluster."""
+
+    def __init__(self, slots: int, log: Path) -> None:
+        self._slots, self._log = slots, log
+
+    def __enter__(self) -> None:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            del os.environ[name]
+        os.environ.update(
+            TUNE_DISABLE_SIGINT_HANDLER="1",
+            TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
+            TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S="0",
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_AIR_NEW_OUTPUT="0",  # the new output engine prints tables even at verbose=0
+        )
+        logger = logging.getLogger("ray")
+        logger.handlers, logger.propagate = [logging.FileHandler(self._log)], False
+        self._folder = tempfile.mkdtemp(prefix="gad", dir="/tmp")
+        ray.init(
+            address="local",
+            num_cpus=self._slots,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=80 * 2**20,
+            _temp_dir=self._folder,
+        )
+
+    def __exit__(self, *exception: object) -> None:
+        ray.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)

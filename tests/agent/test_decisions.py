@@ -1,0 +1,94 @@
+"""Pure decisions: objective, promotion, checkpoint choice, budget."""
+
+import math
+
+import pytest
+
+from agent.budget import Measured, plan_budget
+from agent.ledger import Score, TrialState
+from agent.objective import EntropyBand, entropy_score, forecast_exponent, judge
+from agent.promotion import choose_checkpoint, choose_promotion
+
+BAND = EntropyBand()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "score"),
+    [
+        (0.0, 0.0), (0.05, 0.0), (0.5, 1.0), (1.0, 1.0), (1.25, 1.0), (2.5, 0.0), (9.0, 0.0),
+        (math.sqrt(0.05 * 0.5), 0.5),  # half-way in log space
+        (math.sqrt(1.25 * 2.5), 0.5),
+    ],
+)  # fmt: skip
+def test_entropy_score_is_the_documented_trapezoid_in_log_space(ratio: float, score: float) -> None:
+    assert entropy_score(ratio, BAND) == pytest.approx(score, abs=1e-12)
+
+
+@pytest.mark.parametrize(("fraction", "exponent"), [(0.1, 2), (0.25, 2), (0.5, 2), (0.75, 1.5), (1.0, 1.0)])
+def test_forecast_exponent(fraction: float, exponent: float) -> None:
+    assert forecast_exponent(fraction) == pytest.approx(exponent)
+
+
+def test_objective_is_accuracy_times_score_of_the_forecast() -> None:
+    early = judge(0.6, 0.09, 0.3, 0.25, BAND)
+    assert early.entropy_ratio == pytest.approx(0.3)
+    assert early.forecast_ratio == pytest.approx(0.09)
+    assert early.value == pytest.approx(0.6 * math.log(0.09 / 0.05) / math.log(10))
+    final = judge(0.6, 0.09, 0.3, 1.0, BAND)
+    assert final.value == pytest.approx(0.6 * math.log(0.3 / 0.05) / math.log(10))
+
+
+@pytest.mark.parametrize("accuracy", [None, math.nan, math.inf])
+@pytest.mark.parametrize("entropy", [0.3, None, math.nan, -math.inf])
+def test_unknown_or_non_finite_values_give_the_worst_objective_with_a_reason(accuracy: object, entropy: object) -> None:
+    objective = judge(accuracy, entropy, 0.3, 0.5, BAND)  # type: ignore[arg-type]
+    assert objective.value == 0.0 and "no usable" in objective.reason
+
+
+def trial(name: str, *scores: tuple[int, float], outcome: str = "completed", started: float = 0.0) -> TrialState:
+    state = TrialState(name, "search", {}, outcome=outcome, started_s=started)
+    state.scores = [Score(step, objective, objective, 0.3) for step, objective in scores]
+    return state
+
+
+def test_promotion_compares_at_the_highest_step_only() -> None:
+    trials = [trial("a", (8, 0.9), outcome="stopped"), trial("b", (8, 0.2), (32, 0.5)), trial("c", (8, 0.1), (32, 0.6))]
+    promotion = choose_promotion(trials)
+    assert promotion is not None and (promotion.trial, promotion.step) == ("c", 32)
+    assert "of 2 trials at step 32" in promotion.reason and "next is b" in promotion.reason
+
+
+def test_failed_trials_are_never_promoted_and_ties_go_to_the_earlier() -> None:
+    trials = [trial("x", (32, 0.9), outcome="failed"), trial("late", (32, 0.5), started=2), trial("early", (32, 0.5), started=1)]
+    promotion = choose_promotion(trials)
+    assert promotion is not None and promotion.trial == "early"
+    assert choose_promotion([trial("x", (32, 0.9), outcome="failed"), trial("n")]) is None
+
+
+def test_checkpoint_choice_says_what_was_lost() -> None:
+    scores = [Score(15, 0.2, 0.2, 0.3), Score(20, 0.41, 0.5, 0.3), Score(45, 0.44, 0.5, 0.3)]
+    choice = choose_checkpoint(scores, [20, 40])
+    assert choice is not None and choice.step == 20
+    assert "step 45 scored 0.4400 but has no complete checkpoint" in choice.reason
+    assert choose_checkpoint(scores, []) is None
+    unjudged = choose_checkpoint([], [20, 40])
+    assert unjudged is not None and unjudged.step == 40 and "none of them has been validated" in unjudged.reason
+
+
+def test_budget_takes_full_run_and_reserve_off_the_top() -> None:
+    plan = plan_budget(
+        measured=Measured(100.0, 10.0), elapsed_s=3600, total_s=48 * 3600, training_done_s=3600,
+        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
+    )  # fmt: skip
+    assert plan.full_run_s == pytest.approx(1.15 * 2100)
+    assert plan.full_run_fits and plan.search_ends_s == pytest.approx(23 * 3600 - 1.15 * 2100)
+    late = plan_budget(
+        measured=Measured(100.0, 10.0), elapsed_s=48 * 3600 - 3000, total_s=48 * 3600, training_done_s=0,
+        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
+    )  # fmt: skip
+    assert not late.full_run_fits and late.search_ends_s == pytest.approx(1800)
+    over = plan_budget(
+        measured=Measured(100.0, 10.0), elapsed_s=50 * 3600, total_s=48 * 3600, training_done_s=0,
+        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
+    )  # fmt: skip
+    assert not over.full_run_fits and over.search_ends_s == 0

@@ -1,0 +1,106 @@
+"""A real two-step verl training through guard, parser and ledger, and its real checkpoint merged, run and validated."""
+
+import json
+import math
+from pathlib import Path
+
+from agent.ledger import Ledger, fold
+from agent.objective import EntropyBand, score_validation
+from agent.submission import merge_checkpoint, publish, run_inference, validate_submission
+from agent.workspace import Workspace, changed_files, check_workspace, forbidden_changes, read_manifest
+from trials.checkpoints import complete_steps
+from trials.embedded.build import build_workspace
+from trials.guard import RUN_TAG
+from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history
+
+from verl_overlay import install
+
+CONFIGURATION = {"token_rule": "stare", "stare.step": 0.05, "negative_weight": 0.5, "clip_high": 0.28}
+
+
+def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None:
+    workspace = Workspace(build_workspace(tmp_path / "work space"))
+    checks = check_workspace(workspace)
+    assert [check for check in checks if check.problem] == []
+    before = read_manifest(workspace)
+    install.install(workspace.core_algos, {})
+    run, trial = tmp_path / "run", tmp_path / "run" / "t001"
+    trial.mkdir(parents=True)
+    ledger = Ledger(run / "ledger.jsonl")
+    ledger.append("trial_started", trial="t001", attempt=1, kind="search", configuration=CONFIGURATION)
+    every = {"trainer.test_freq": 1, "trainer.save_freq": 1, "trainer.default_local_dir": str(trial / "checkpoints")}
+    attempt = Attempt(
+        TrialSpec(
+            trial="t001",
+            attempt=1,
+            folder=str(trial),
+            script=workspace.script.render(every),
+            script_path=str(workspace.scripts / "train_t001.sh"),
+            cwd=str(trial),
+            configuration=CONFIGURATION,
+            configuration_id=install.configuration_identity(CONFIGURATION),
+            stop_step=2,
+            total_steps=workspace.total_steps,
+            dev_rows=workspace.dev_rows(),
+            run_tag=str(run),
+            startup_timeout_s=300,
+        )
+    )
+    validations, ended = [], None
+    for event in attempt.events():
+        if isinstance(event, Ended):
+            ended = event
+        else:
+            validations.append(event)
+            facts = score_validation(event, initial_entropy=0.3, total_steps=workspace.total_steps, band=EntropyBand())
+            ledger.append("trial_scored", trial="t001", **facts)
+    assert ended is not None and ended.outcome == "completed" and ended.last_step == 2, (trial / "attempt_1/log").read_text()
+    ledger.append("trial_ended", trial="t001", outcome=ended.outcome, seconds=ended.seconds)
+
+    assert_metrics(trial, validations, workspace)
+    state = fold(ledger.read()).trials["t001"]
+    assert [score.step for score in state.scores] == [0, 1, 2] and state.scores[2].objective > 0
+    assert complete_steps(trial / "checkpoints") == [1, 2]
+    assert_nothing_left(run, workspace)
+
+    model, results = run / "model", run / "results"
+    actor = trial / "checkpoints" / "global_step_2" / "actor"
+    merge_checkpoint(workspace, actor, model, log=run / "merge.log", run_tag=str(run), training_env=None)
+    run_inference(
+        workspace, model, results, log=run / "inference.log", timeout_s=120, run_tag=str(run), training_env=None
+    )
+    submission = validate_submission(results, workspace.test_file, model)
+    assert submission.samples > 0 and 0 < submission.mean_entropy < math.log(128)
+    assert submission.accuracy is not None and 0 <= submission.accuracy <= 1
+    publish(submission, workspace.outputs, run / "previous")
+
+    changed = changed_files(before, read_manifest(workspace))
+    assert forbidden_changes(workspace, changed, []) == []
+    assert "task/repositories/verl/verl/trainer/ppo/core_algos.py" in changed
+    install.revert(workspace.core_algos)
+    assert "task/repositories/verl/verl/trainer/ppo/core_algos.py" not in changed_files(before, read_manifest(workspace))
+
+
+def assert_metrics(trial: Path, validations: list[Validation], workspace: Workspace) -> None:
+    history = read_history(trial)
+    assert [metrics.step for metrics in history] == [0, 1, 2]
+    assert set(history[0].dev_accuracies()) == set(workspace.dev_rows()) and len(workspace.dev_rows()) == 2
+    for metrics in history[1:]:
+        assert metrics.entropy is not None and 0 < metrics.entropy < math.log(128)
+        assert metrics.values["actor/overlay/calls"] > 0
+        assert metrics.values["actor/overlay/negative_weight"] == 0.5
+    assert [validation.step for validation in validations] == [0, 1, 2]
+    assert all(validation.accuracy is not None for validation in validations)
+    record = json.loads((trial / "attempt_1" / "process.json").read_text())
+    assert not Path(f"/proc/{record['pid']}").exists()
+
+
+def assert_nothing_left(run: Path, workspace: Workspace) -> None:
+    tag = f"{RUN_TAG}={run}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                assert tag not in (entry / "environ").read_bytes().split(b"\0"), entry
+            except OSError:
+                continue
+    assert not (workspace.scripts / "train_t001.sh").exists()

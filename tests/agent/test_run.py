@@ -1,0 +1,259 @@
+"""Whole runs on a scripted workspace: real Ray Tune, Optuna, ledger, guard and overlay; only the trainer is scripted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from scripted_workspace import agent_environment
+
+from agent.ledger import Ledger, RunState, fold
+from agent.workspace import Workspace, changed_files, read_manifest
+from trials.guard import RUN_TAG
+from trials.script import differing_overrides
+from verl_overlay import install
+
+ROOT = Path(__file__).parents[2]
+RUN_TIMEOUT_S = 150
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "run_agent.py"), *arguments]
+
+
+def run_agent(cwd: Path, *arguments: str, **behaviour: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=cwd, env=agent_environment(**behaviour), capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+
+
+def read_state(folder: Path) -> RunState:
+    return fold(Ledger(folder / "ledger.jsonl").read())
+
+
+def events(folder: Path, kind: str) -> list[dict[str, object]]:
+    return [event for event in Ledger(folder / "ledger.jsonl").read() if event["event"] == kind]
+
+
+def processes_of(run: Path) -> list[int]:
+    """Living processes that carry the run's tag."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{RUN_TAG}={run}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, dict[str, str]]]:
+    """One whole run: folder it ran in, its output, the workspace's hashes before."""
+    from scripted_workspace import build_scripted_workspace
+
+    folder = tmp_path_factory.mktemp("whole run")  # a space in the path
+    workspace = build_scripted_workspace(folder / "workspace")
+    before = read_manifest(Workspace(workspace))
+    result = run_agent(folder, "--set", "search.trials=9")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "stdout").write_text(result.stdout)
+    yield folder, folder / "runs" / "run-1", before
+
+
+def test_a_run_ends_with_a_valid_published_submission(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, _ = finished
+    outputs = folder / "workspace" / "data" / "outputs"
+    table = pq.ParquetFile(outputs / "math_results.parquet").read()
+    assert table.column_names == ["sample_id", "output"] and table.column("sample_id").to_pylist() == list(range(100, 112))
+    assert (outputs / "math_results_logits.pt").stat().st_size > 0
+    assert "valid submission of 12 samples published" in (folder / "stdout").read_text()
+    assert (run / "report.html").read_text().startswith("<!doctype html>") or (run / "report.html").stat().st_size > 5000
+
+
+def test_trials_are_baseline_then_presets_then_optuna(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    state = read_state(finished[1])
+    assert state.baseline is not None and state.baseline.trial == "t000" and state.baseline.configuration == {}
+    origins = [trial.origin for trial in state.search_trials]
+    assert len(origins) == 9 and origins[0] == "preset:clip_higher"
+    assert sorted(Counter(origins)) == sorted({*origins[:6], "optuna"}) and origins.count("optuna") == 3
+    assert all(trial.outcome in ("completed", "stopped") for trial in state.search_trials)
+    assert state.initial_entropy == pytest.approx(0.4 * 0.5**0.25)
+
+
+def test_the_best_method_is_promoted_and_every_decision_has_a_reason(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    state = read_state(finished[1])
+    assert [decision["what"] for decision in state.decisions] == ["budget", "promotion", "checkpoint"]
+    assert all(len(str(decision["reason"])) > 20 for decision in state.decisions)
+    assert state.full_run is not None and state.full_run.outcome == "completed"
+    promoted = state.trials[state.decisions[1]["chosen"]]
+    assert state.full_run.configuration == promoted.configuration
+    at_end = [trial for trial in state.trials.values() if trial.kind != "full" and trial.last and trial.last.step == 8]
+    assert promoted.last is not None
+    assert promoted.last.objective == max(trial.last.objective for trial in at_end if trial.last)
+    best = state.full_run.best
+    assert best is not None and state.stages["select"]["step"] == best.step
+
+
+def test_the_workspace_changed_only_where_it_may(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, before = finished
+    workspace = Workspace(folder / "workspace")
+    changed = changed_files(before, read_manifest(workspace))
+    assert changed == [
+        "data/outputs/math_results.parquet",
+        "data/outputs/math_results_logits.pt",
+        "task/repositories/verl/verl/trainer/ppo/core_algos.py",
+        "task/scripts/train_run-1_full.sh",
+    ]
+    event = events(run, "run_finished")[0]
+    assert event["changed_files"] == changed and event["forbidden_changes"] == []
+    full = (workspace.scripts / "train_run-1_full.sh").read_text()
+    assert differing_overrides(workspace.train_script.read_text(), full) == {"trainer.test_freq": ("2", "4")}
+
+
+def test_the_promoted_configuration_is_baked_and_can_be_reverted(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, before = finished
+    workspace = Workspace(folder / "workspace")
+    state = read_state(run)
+    assert state.full_run is not None
+    baked = install.read_configuration(workspace.core_algos)
+    assert {key: baked[key] for key in state.full_run.configuration} == state.full_run.configuration
+    bytes_now = workspace.core_algos.read_bytes()
+    install.revert(workspace.core_algos)
+    relative = str(workspace.core_algos.relative_to(workspace.root))
+    assert read_manifest(workspace)[relative] == before[relative]
+    workspace.core_algos.write_bytes(bytes_now)
+
+
+def test_nothing_is_left_running_or_lying_about(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    _, run, _ = finished
+    wait_until(lambda: processes_of(run) == [], 10)
+    assert not (run / "tune").exists() and not (run / "stop_requested").exists()
+    assert sum((run / "trials" / trial / "checkpoints").exists() and any((run / "trials" / trial / "checkpoints").glob("global*"))
+               for trial in read_state(run).trials) == 1  # fmt: skip
+
+
+def test_status_and_report_work_from_the_folder_alone(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, _ = finished
+    status = run_agent(folder, "status")
+    assert status.returncode == 0 and "t003" in status.stdout and "preset:stare" in status.stdout
+    (run / "report.html").unlink()
+    assert run_agent(folder, "report", "run-1").returncode == 0 and (run / "report.html").exists()
+
+
+def test_resuming_a_finished_run_repeats_nothing(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, _ = finished
+    before = len(events(run, "trial_started")), len(events(run, "published"))
+    result = run_agent(folder, "resume")
+    assert result.returncode == 0, result.stderr
+    assert (len(events(run, "trial_started")), len(events(run, "published"))) == before
+
+
+def test_a_resume_may_not_change_what_the_run_depends_on(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, _, _ = finished
+    result = run_agent(folder, "resume", "--set", "seed=7", "--set", "objective.collapsed=0.1")
+    assert result.returncode == 4
+    assert "seed: 0 → 7" in result.stderr and "objective.collapsed: 0.05 → 0.1" in result.stderr
+
+
+def start_and_kill(folder: Path, when: Callable[[Path], bool], number: int, **behaviour: object) -> int:
+    """Start a run, send a signal to the driver once `when(run folder)` holds; returns its exit code."""
+    process = subprocess.Popen(
+        command("--set", "search.trials=6"), cwd=folder, env=agent_environment(**behaviour),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    run = folder / "runs" / "run-1"
+    wait_until(lambda: (run / "ledger.jsonl").exists() and when(run))
+    process.send_signal(number)
+    return process.wait(60)
+
+
+def count(run: Path, kind: str, **facts: object) -> int:
+    return sum(all(event.get(key) == value for key, value in facts.items()) for event in events(run, kind))
+
+
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        (signal.SIGKILL, lambda run: count(run, "trial_ended") >= 2),
+        (signal.SIGKILL, lambda run: count(run, "trial_started", trial="full") == 1),
+        (signal.SIGINT, lambda run: count(run, "trial_started") >= 2),
+    ],
+)
+def test_a_killed_run_goes_on_without_repeating_finished_trials(
+    workspace: Path, number: int, when: Callable[[Path], bool]
+) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    exit_code = start_and_kill(folder, when, number, step_s=0.25)
+    assert exit_code == (130 if number == signal.SIGINT else -number)
+    state = read_state(run)
+    done = {name for name, trial in state.trials.items() if trial.outcome is not None}
+    result = run_agent(folder, "resume")
+    assert result.returncode == 0, result.stdout + result.stderr
+    started = Counter(str(event["trial"]) for event in events(run, "trial_started"))
+    assert all(started[name] == 1 for name in done)
+    after = read_state(run)
+    assert sorted(started) == sorted(["t000", *(f"t{number:03d}" for number in range(1, 7)), "full"])
+    assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
+    assert len(events(run, "published")) == 1
+    wait_until(lambda: processes_of(run) == [], 10)
+
+
+def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    start_and_kill(folder, lambda run: count(run, "trial_ended") >= 3, signal.SIGKILL, step_s=0.2)
+    outputs = workspace / "data" / "outputs"
+    (outputs / "math_results.parquet").write_text("an older submission")
+    result = run_agent(folder, "export")
+    assert result.returncode == 0, result.stdout + result.stderr
+    published = events(run, "published")
+    assert len(published) == 1 and published[0]["trial"] != "full"
+    assert pq.ParquetFile(outputs / "math_results.parquet").read().num_rows == 12
+    assert (run / "submission" / "previous_1" / "math_results.parquet").read_text() == "an older submission"
+    wait_until(lambda: processes_of(run) == [], 10)
+
+
+def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
+    """The baseline is whole; every search trial crashes."""
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    script = workspace / "task" / "scripts" / "train.sh"
+    crash = 'if [[ "${VERL_OVERLAY:-}" == *token_rule* ]]; then export SCRIPTED=\'{"crash_at": 3}\'; fi\nexec python3'
+    script.write_text(script.read_text().replace("exec python3", crash))
+    result = run_agent(folder, "--set", "search.trials=8", "--set", "search.concurrent=1")
+    assert result.returncode == 5
+    assert "3 trials in a row failed with unknown" in result.stderr and "ValueError: scripted crash" in result.stderr
+    assert count(run, "trial_ended", outcome="failed") == 3
+    failed = events(run, "stage_failed")[0]
+    assert failed["stage"] == "search" and "scripted crash" in str(failed["reason"])
+    assert "scripted crash" in (run / "report.html").read_text()
+
+
+def test_two_agents_never_share_a_workspace(workspace: Path) -> None:
+    folder = workspace.parent
+    first = subprocess.Popen(
+        command("--set", "search.trials=6"), cwd=folder, env=agent_environment(step_s=0.3), stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: (folder / "runs" / "run-1" / "ledger.jsonl").exists())
+        second = run_agent(folder)
+        assert second.returncode == 4 and "is in use by another agent" in second.stderr
+        resumed = run_agent(folder, "resume", "run-1")
+        assert resumed.returncode == 4 and "is in use by another agent" in resumed.stderr
+    finally:
+        first.send_signal(signal.SIGINT)
+        first.wait(30)
+    assert os.listdir(folder / "runs") == ["run-1"]
