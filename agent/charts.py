@@ -66,9 +66,7 @@ def draw_figure(chart: Chart) -> Markup:
     lines = [_draw_line(chart, series) for series in chart.series]
     drawing = join([*_draw_zone(chart), *_draw_axes(chart), *lines, *_draw_ring(chart)])
     name, box = f"chart-{chart.name}", f"0 0 {WIDTH} {HEIGHT}"
-    svg = element(
-        "svg", drawing, id=name, viewBox=box, role="img", aria_label=f"{chart.title} per training step"
-    )
+    svg = element("svg", drawing, id=name, viewBox=box, role="img", aria_label=f"{chart.title} per training step")
     return element("figure", join([element("h3", chart.title), svg, element("figcaption", chart.caption)]))
 
 
@@ -138,9 +136,7 @@ def _draw_line(chart: Chart, series: Series) -> Markup:
     path = element("path", title, class_=style, d=_path(chart, series.points), data_trial=series.trial)
     dotted = finite if chart.name == "accuracy" and series.style != "rest" else finite[-1:]
     style = f"dot {series.style}"
-    dots = [
-        element("circle", class_=style, cx=chart.x(step), cy=chart.y(value), r=2.6) for step, value in dotted
-    ]
+    dots = [element("circle", class_=style, cx=chart.x(step), cy=chart.y(value), r=2.6) for step, value in dotted]
     return join([path, *dots])
 
 

@@ -69,7 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders")
         sub.set_defaults(verb=verb)
     verbs.choices["resume"].add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="what a resumed run may change: more trials or hours"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what a resumed run may change: more trials or hours",
     )
     return parser
 
@@ -157,11 +161,14 @@ def _export(options: argparse.Namespace) -> None:
 def _status(options: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from agent.report import read_curves
     from agent.run_folder import find_run_folder, is_locked
     from agent.view import render_status
 
     folder = find_run_folder(options.runs, options.run)
-    Console().print(render_status(folder.read_state(), alive=is_locked(folder.path / "lock")))
+    state = folder.read_state()
+    curves = read_curves(folder.path, state.trials)
+    Console().print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -72,7 +72,9 @@ class Ledger:
         try:
             lines = self.path.read_bytes().split(b"\n")
         except OSError as error:
-            raise RunFolderError(f"no ledger at {self.path} ({error.strerror}); name a run folder that has one") from None
+            raise RunFolderError(
+                f"no ledger at {self.path} ({error.strerror}); name a run folder that has one"
+            ) from None
         return list(self._parse(lines))
 
     def _parse(self, lines: list[bytes]) -> Iterator[Event]:

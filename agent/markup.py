@@ -111,6 +111,4 @@ def table(name: str, headers: str, rows: Iterable[Sequence[Any]], numeric: Colle
 
 def _row(tag: str, cells: Sequence[Any], numeric: Collection[int]) -> Markup:
     classes = ("n" if column in numeric else "t" for column in range(len(cells)))
-    return element(
-        "tr", join(element(tag, cell, class_=kind) for cell, kind in zip(cells, classes, strict=True))
-    )
+    return element("tr", join(element(tag, cell, class_=kind) for cell, kind in zip(cells, classes, strict=True)))

@@ -128,8 +128,8 @@ class Pipeline:
         write_report(self.folder.path)
         if forbidden:
             raise StageError(
-                f"files of the workspace changed that must not: {', '.join(forbidden[:5])} — restore them; the submission is "
-                "published, see the report"
+                f"files of the workspace changed that must not: {', '.join(forbidden[:5])} — restore them; the "
+                "submission is published, see the report"
             )
 
     def workspace_changes(self) -> tuple[list[str], list[str]]:
@@ -162,7 +162,7 @@ class Pipeline:
     def _require_running(self) -> None:
         if self._stop.is_set():
             self.record("interrupted")
-            raise Interrupted(f"stopped on request; go on with `python run_agent.py resume {self.folder.path}`")
+            raise Interrupted(f"stopped on request; `python run_agent.py resume {self.folder.path}` goes on")
 
     def clean_up(self) -> None:
         """Remove what a killed driver left: processes, scripts, scratch folders; recover what its trials had done."""
@@ -399,7 +399,11 @@ class Pipeline:
                 self.decide("full run", None, budget.reason)
                 return self.best_checkpoint()
         winner = state.full_run or state.trials[promotion.trial]
-        self.stage("full_run", {"configuration": winner.configuration}, lambda: self._full_run(winner.configuration, promotion.trial))
+        self.stage(
+            "full_run",
+            {"configuration": winner.configuration},
+            lambda: self._full_run(winner.configuration, promotion.trial),
+        )
         full = self.state().full_run
         assert full is not None
         choice = self._choose(full)
@@ -421,7 +425,9 @@ class Pipeline:
         script = self.workspace.script.render({"trainer.test_freq": self.workspace.save_freq})
         changed = set(differing_overrides(original, script))
         if not changed <= {"trainer.test_freq"}:
-            raise StageError(f"the full run's script differs from train.sh in {', '.join(sorted(changed))}; this is a bug")
+            raise StageError(
+                f"the full run's script differs from train.sh in {', '.join(sorted(changed))}; this is a bug"
+            )
         return TrialSpec(
             script=script,
             script_path=str(self._full_script()),
@@ -466,7 +472,9 @@ class Pipeline:
             if attempt >= _FULL_RUN_ATTEMPTS:
                 if complete_steps(checkpoints):
                     return {"steps": ended.last_step, "failure": ended.failure}
-                raise StageError(f"the full run failed {attempt} times, at last: {ended.reason}; `export` can still submit")
+                raise StageError(
+                    f"the full run failed {attempt} times, at last: {ended.reason}; `export` can still submit"
+                )
 
     # ---- submission ----------------------------------------------------------------------------------------------
 
@@ -515,7 +523,12 @@ class Pipeline:
 
         def merge() -> dict[str, Any]:
             merge_checkpoint(
-                self.workspace, checkpoint.actor, model, log=folder / "merge.log", run_tag=self.folder.tag, training_env=env
+                self.workspace,
+                checkpoint.actor,
+                model,
+                log=folder / "merge.log",
+                run_tag=self.folder.tag,
+                training_env=env,
             )
             return {"model": str(model)}
 

@@ -218,11 +218,7 @@ def render_report(state: RunState, curves: Curves, title: str) -> str:
     ]
     head = [Markup(_HEAD), element("title", f"Run {title}"), element("style", Markup(_STYLE))]
     body = element("body", element("main", join(sections, "\n")))
-    return (
-        "<!DOCTYPE html>\n"
-        + element("html", join([element("head", join(head)), body], "\n"), lang="en")
-        + "\n"
-    )
+    return "<!DOCTYPE html>\n" + element("html", join([element("head", join(head)), body], "\n"), lang="en") + "\n"
 
 
 def _section(title: str, *parts: Markup) -> Markup:
@@ -332,17 +328,13 @@ def _verdict(state: RunState, leader: _Leader) -> str:
         return "Plain GRPO is ahead: no other method has done better at the same step."
     rivals = _find_rivals(state, leader)
     if rivals is None:
-        return (
-            "The GRPO baseline has no score at a step that this trial has too; nothing can be compared yet."
-        )
+        return "The GRPO baseline has no score at a step that this trial has too; nothing can be compared yet."
     ours, theirs = rivals
     text = f"At step {ours.step}, {describe_method(state, leader.trial)} against plain GRPO: dev accuracy "
     text += f"{format_number(ours.accuracy)} against {format_number(theirs.accuracy)}, policy entropy "
     text += f"{format_number(ours.entropy, 4)} against {format_number(theirs.entropy, 4)} nats/token."
     if ours.step != leader.score.step:
-        text += (
-            f" The baseline has no score at step {leader.score.step}; {ours.step} is the last that both have."
-        )
+        text += f" The baseline has no score at step {leader.score.step}; {ours.step} is the last that both have."
     return text
 
 
@@ -444,9 +436,7 @@ def _entropy_chart(state: RunState, series: Sequence[Series], x_max: float, lead
         highest = max(1.3 * band.healthy_high * reference, min(highest, band.exploded * reference))
         zone = Zone(*(r * reference for r in (band.healthy_low, band.healthy_high, 1.0, band.collapsed)))
         caption += f" H0 = {reference:.4f} nats/token is the untrained model. The shaded band, "
-        caption += (
-            f"{band.healthy_low:g} to {band.healthy_high:g} × H0, gets the full entropy score; below the "
-        )
+        caption += f"{band.healthy_low:g} to {band.healthy_high:g} × H0, gets the full entropy score; below the "
         caption += "dashed line it is 0."
     return Chart(
         name="entropy", title="Policy entropy", y_title="policy entropy (nats/token)", caption=caption,
@@ -537,9 +527,7 @@ def _times(state: RunState, curves: Curves) -> Markup:
 
 def _stage_row(state: RunState, stage: str) -> tuple[Any, ...]:
     receipt, seconds = state.stages[stage], format_seconds(state.stage_seconds[stage])
-    per_step = (
-        f"{format_number(receipt['step_s'], 2)} s per step" if receipt.get("step_s") is not None else ""
-    )
+    per_step = f"{format_number(receipt['step_s'], 2)} s per step" if receipt.get("step_s") is not None else ""
     return f"stage {stage}", seconds, format_seconds(receipt.get("start_up_s")), per_step
 
 
@@ -579,9 +567,7 @@ def _proof(state: RunState) -> list[Markup]:
         element("h3", "Submission"),
         _published(state),
         element("p", _submission_facts(_submission(state))),
-        element(
-            "p", "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."
-        ),
+        element("p", "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."),
     ]
 
 
@@ -632,9 +618,7 @@ def _reference(state: RunState, title: str) -> list[Markup]:
     formula = f"objective = dev accuracy × E(h),   h = policy entropy / H0,   H0 = {reference} nats/token\n"
     formula += f"E(h) = {rise}\n       · (1 − {fall})"
     versions = ((state.opened or {}).get("versions") or {}).items()
-    commands = "\n".join(
-        f"python run_agent.py {verb} {title}" for verb in ("resume", "export", "status", "report")
-    )
+    commands = "\n".join(f"python run_agent.py {verb} {title}" for verb in ("resume", "export", "status", "report"))
     return [
         element("pre", formula),
         element("p", _FORECAST),

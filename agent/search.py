@@ -23,6 +23,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
+from agent.errors import AgentError, StageError
 from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST
 from search_spaces.space import Configuration, SearchSpace
@@ -57,8 +58,6 @@ class SearchResult:
     interrupted: bool
     broken: str | None
     """Why the circuit breaker stopped it."""
-
-
 
 
 def distributions_of(space: SearchSpace, parameters: Configuration) -> dict[str, str]:
@@ -102,8 +101,10 @@ def run_search(
     searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end)
     scheduler = LedgerASHA(plan.rungs, plan.reduction_factor)
     scheduler.refill([trial for trial in state.trials.values() if trial.kind != "full"])
-    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.broken is not None, stop_file)
-    with _private_ray(plan.concurrent, scratch.with_suffix(".log")):
+    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, stop_file)
+    log = scratch.with_suffix(".log")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with _private_ray(plan.concurrent, log):
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(TrialTrainable, score=score, worst=WORST), {"cpu": 1}),
             tune_config=tune.TuneConfig(
@@ -124,8 +125,13 @@ def run_search(
                 checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             ),
         )
-        shutil.rmtree(scratch, ignore_errors=True)
-        tuner.fit()
+        try:
+            tuner.fit()
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise searcher.fatal or StageError(f"the search engine failed: {line}; see {log}") from None
+    if searcher.fatal:
+        raise searcher.fatal
     shutil.rmtree(scratch, ignore_errors=True)
     if not must_stop():
         searcher.end_unfinished("the time of the search is over" if time_is_over() else "the search was stopped")
@@ -160,7 +166,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             seed=plan.seed + known, n_startup_trials=plan.startup_trials, multivariate=True, constant_liar=True
         )
         super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=sampler)
-        self._plan, self._record, self._prepare = plan, record, prepare
+        self._plan, self._append, self._prepare = plan, record, prepare
         self._must_stop, self._on_end = must_stop, on_end
         self._numbers = known
         self._started: dict[str, str] = {}
@@ -169,12 +175,16 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         self._open: set[str] = set()
         self._failures: list[str] = []
         self.broken: str | None = None
+        self.fatal: AgentError | None = None
+        """Why nothing can be recorded any more; Tune must not see it as a trial's error."""
         for trial in state.trials.values():
             if trial.kind != "full" and trial.outcome is not None:
                 self._add_finished(trial)
         for trial in state.search_trials:
             if trial.outcome is None:
-                self._ot_study.enqueue_trial(trial.parameters, user_attrs={"trial": trial.trial, "origin": trial.origin})
+                self._ot_study.enqueue_trial(
+                    trial.parameters, user_attrs={"trial": trial.trial, "origin": trial.origin}
+                )
         used = {trial.origin for trial in state.trials.values()}
         for preset in plan.space.presets:
             origin = f"preset:{preset}"
@@ -198,7 +208,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The next attempt, as Tune's config; None when no more may start."""
-        if self.broken is not None or self._must_stop():
+        if self.is_broken or self._must_stop():
             return None
         super().suggest(trial_id)
         chosen = self._ot_trials[trial_id]
@@ -244,7 +254,17 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         self._ot_study.tell(self._ot_trials[trial_id], value, state=verdict)
         self._on_end()
 
+    @property
+    def is_broken(self) -> bool:
+        return self.broken is not None or self.fatal is not None
+
     # ---- facts ---------------------------------------------------------------------------------------------------
+
+    def _record(self, event: str, **facts: Any) -> None:
+        try:
+            self._append(event, **facts)
+        except AgentError as error:
+            self.fatal = self.fatal or error
 
     def _record_score(self, trial_id: str, result: dict[str, Any]) -> None:
         if not result.get("step"):

@@ -97,7 +97,14 @@ def merge_checkpoint(
 
 
 def run_inference(
-    workspace: Workspace, model: Path, target: Path, *, log: Path, timeout_s: float, run_tag: str, training_env: str | None
+    workspace: Workspace,
+    model: Path,
+    target: Path,
+    *,
+    log: Path,
+    timeout_s: float,
+    run_tag: str,
+    training_env: str | None,
 ) -> None:
     """Run the workspace's inference.sh on a model and collect its two files in `target`.
 
@@ -115,7 +122,9 @@ def run_inference(
     aside.mkdir()
     held = {name: path.stat().st_mtime_ns for name, path in outputs.items() if path.exists()}
     for name in held:
-        os.link(outputs[name], aside / name) if _same_device(outputs[name], aside) else shutil.copy2(outputs[name], aside)
+        os.link(outputs[name], aside / name) if _same_device(outputs[name], aside) else shutil.copy2(
+            outputs[name], aside
+        )
     run_logged(
         ["bash", str(workspace.inference_script), str(model)], log=log, cwd=workspace.scripts, timeout_s=timeout_s,
         run_tag=run_tag, training_env=training_env, what="inference.sh", environment={"OUTPUT_DIR": str(target)},
@@ -290,4 +299,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-

@@ -47,7 +47,9 @@ def read_sample_logits(path: Path) -> Iterator[SampleLogits]:
         raise LogitsError(f"{path} holds a {type(samples).__name__}, not a list of tensors")
     for index, tensor in enumerate(samples):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or not tensor.is_floating_point():
-            seen = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            seen = (
+                f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            )
             raise LogitsError(f"{path}: sample {index} is {seen}, not a 2-D float tensor [tokens, vocabulary]")
         yield _examine(tensor)
 

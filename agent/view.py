@@ -120,9 +120,7 @@ class View:
         rows = max(3, min(_ROWS, self._console.height - _MESSAGES - 6))
         curves, stage = self._read_curves(state), self._stage if alive else ""
         status = render_status(state, alive, curves, stage, rows)
-        messages = [
-            Text(message, no_wrap=True, overflow="ellipsis", style="dim") for message in list(self._messages)
-        ]
+        messages = [Text(message, no_wrap=True, overflow="ellipsis", style="dim") for message in list(self._messages)]
         return Group(status, *messages)
 
     def _read_curves(self, state: RunState) -> Curves:
@@ -170,9 +168,7 @@ def _shown(state: RunState, rows: int | None) -> list[TrialState]:
     trials = list(state.trials.values())
     if rows is None or len(trials) <= rows:
         return trials
-    order = sorted(
-        trials, key=lambda trial: (trial.outcome is not None, trial.kind == "search", -trial.started_s)
-    )
+    order = sorted(trials, key=lambda trial: (trial.outcome is not None, trial.kind == "search", -trial.started_s))
     kept = {trial.trial for trial in order[:rows]}
     return [trial for trial in trials if trial.trial in kept]
 
@@ -285,9 +281,7 @@ def _trial_scored(record: Mapping[str, Any]) -> str:
 
 
 def _trial_ended(record: Mapping[str, Any]) -> str:
-    trial = TrialState(
-        str(record["trial"]), "", {}, outcome=record.get("outcome"), failure=record.get("failure")
-    )
+    trial = TrialState(str(record["trial"]), "", {}, outcome=record.get("outcome"), failure=record.get("failure"))
     reason = f" – {record['reason']}" if record.get("reason") else ""
     return f"{trial.trial} {describe_outcome(trial)} after {format_seconds(record.get('seconds'))}{reason}"
 
@@ -305,12 +299,8 @@ _DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "trial_ended": _trial_ended,
     "decision": _decision,
     "stage_started": lambda record: f"stage {record.get('stage')} …",
-    "stage_done": lambda record: (
-        f"stage {record.get('stage')} done in {format_seconds(record.get('seconds'))}"
-    ),
+    "stage_done": lambda record: f"stage {record.get('stage')} done in {format_seconds(record.get('seconds'))}",
     "published": lambda record: f"published {format_value(record.get('paths'))}",
     "run_finished": lambda record: f"run finished after {format_seconds(record.get('seconds'))}",
-    "interrupted": lambda record: (
-        f"interrupted {record.get('reason', '')} – `python run_agent.py resume` goes on"
-    ),
+    "interrupted": lambda record: f"interrupted {record.get('reason', '')} – `python run_agent.py resume` goes on",
 }

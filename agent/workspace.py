@@ -101,7 +101,9 @@ class Workspace:
         try:
             return int(value)
         except ValueError:
-            raise PreflightError(f"{self.train_script}: {key}={value} is not an integer; the agent needs it to plan") from None
+            raise PreflightError(
+                f"{self.train_script}: {key}={value} is not an integer; the agent needs it to plan"
+            ) from None
 
     def data_file(self, key: str, fallback: str) -> Path:
         """The parquet file that a `data.*_files` setting names, else the file of that name in data/datasets."""
@@ -236,11 +238,15 @@ def _check_script(workspace: Workspace) -> list[CheckResult]:
     except PreflightError as error:
         return [CheckResult("training script content", "not understood", str(error))]
     except (OSError, pa.ArrowException) as error:
-        return [CheckResult("training script content", "no step count", f"{workspace.train_file}: {_first_line(error)}")]
+        return [
+            CheckResult("training script content", "no step count", f"{workspace.train_file}: {_first_line(error)}")
+        ]
     results = [CheckResult("training schedule", f"{steps} steps, a checkpoint every {save_freq}")]
     if script.overrides.get("algorithm.adv_estimator") != "grpo":
         value = script.overrides.get("algorithm.adv_estimator")
-        results.append(CheckResult("algorithm", str(value), f"algorithm.adv_estimator={value}; the agent tunes grpo only"))
+        results.append(
+            CheckResult("algorithm", str(value), f"algorithm.adv_estimator={value}; the agent tunes grpo only")
+        )
     results.append(_check_model(workspace))
     train, dev = _check_parquet("training data", workspace.train_file), _check_parquet("dev data", workspace.dev_file)
     results += [train, dev, _check_test(workspace.test_file)]
@@ -255,7 +261,9 @@ def _check_answer_types(workspace: Workspace) -> CheckResult:
     train, dev = (_kinds_of_answers(path) for path in (workspace.train_file, workspace.dev_file))
     if train != dev:
         return CheckResult(
-            name, "mixed", f"{workspace.dev_file}: ground_truth holds {dev}, the training file {train}; write both as text"
+            name,
+            "mixed",
+            f"{workspace.dev_file}: ground_truth holds {dev}, the training file {train}; write both as text",
         )
     return CheckResult(name, train)
 

@@ -33,7 +33,7 @@ exec python3 -m verl.trainer.main_ppo \\
   "$@"
 """
 
-MAIN_PPO = '''
+MAIN_PPO = """
 import json, os, re, signal, sys, time, zipfile
 from pathlib import Path
 from verl_overlay import install
@@ -84,9 +84,9 @@ for step in range(start, total + 1):
         tracker.write_text(str(step))
     if fields:
         print("\\x1b[36m(TaskRunner pid=7)\\x1b[0m step:%d - %s" % (step, " - ".join(fields)), flush=True)
-'''
+"""
 
-MERGER = '''
+MERGER = """
 import argparse, json, shutil, sys
 from pathlib import Path
 import numpy as np
@@ -99,7 +99,7 @@ base = Path(__file__).resolve().parents[4] / "data" / "checkpoints" / "base"
 shutil.copytree(base, options.target_dir)
 weights = load_file(base / "model.safetensors")
 save_file({name: value + np.float32(0.5) for name, value in weights.items()}, Path(options.target_dir) / "model.safetensors")
-'''
+"""
 
 INFERENCE_SH = """#!/usr/bin/env bash
 set -euo pipefail

@@ -63,8 +63,14 @@ def test_no_catch_all_module_names() -> None:
     assert not names & {"utils.py", "util.py", "helpers.py", "common.py", "base.py", "manager.py", "misc.py"}
 
 
-@pytest.mark.parametrize("statement", ["import agent.cli; agent.cli._parser()", "import verl_overlay.install", "import agent.config"])
+@pytest.mark.parametrize(
+    "statement", ["import agent.cli; agent.cli._parser()", "import verl_overlay.install", "import agent.config"]
+)
 def test_light_modules_do_not_load_heavy_packages(statement: str) -> None:
-    program = f"{statement}; import sys; print([m for m in ('torch', 'ray', 'optuna', 'verl', 'pandas') if m in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    program = (
+        f"{statement}; import sys; print([m for m in ('torch', 'ray', 'optuna', 'verl', 'pandas') if m in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
     assert output.strip() == "[]"

@@ -33,7 +33,14 @@ class Guarded:
     """A running command under guard."""
 
     def __init__(
-        self, command: Sequence[str], *, log: Path, env: Mapping[str, str], cwd: Path, record: Path, grace_s: float = 2.0
+        self,
+        command: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        cwd: Path,
+        record: Path,
+        grace_s: float = 2.0,
     ) -> None:
         """Start `command`.
 

@@ -29,7 +29,10 @@ class FailureKind(str, Enum):
 
 _SIGNS: list[tuple[FailureKind, re.Pattern[str]]] = [
     (FailureKind.DISK_FULL, re.compile(r"No space left on device|OSError: \[Errno 28\]|Disk quota exceeded")),
-    (FailureKind.OUT_OF_MEMORY, re.compile(r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|oom-kill", re.I)),
+    (
+        FailureKind.OUT_OF_MEMORY,
+        re.compile(r"CUDA out of memory|OutOfMemoryError|Cannot allocate memory|oom-kill", re.I),
+    ),
     (
         FailureKind.BAD_CONFIGURATION,
         re.compile(
@@ -42,7 +45,9 @@ _ERROR_LINE = re.compile(r"^(?:\x1b\[[0-9;]*m|\(.*?pid=.*?\)|\s)*[\w.]*(?:Error|
 _NON_FINITE_STREAK = 3
 
 
-def classify_exit(exit_code: int | None, log_tail: Sequence[str], last_step: int, expected_step: int) -> tuple[FailureKind, str]:
+def classify_exit(
+    exit_code: int | None, log_tail: Sequence[str], last_step: int, expected_step: int
+) -> tuple[FailureKind, str]:
     """Kind and one-line reason of an attempt that ended before its expected step."""
     text = "\n".join(log_tail)
     decisive = decisive_line(log_tail)

@@ -222,7 +222,9 @@ class Attempt:
         """Whether the attempt must end because of what this step says."""
         if is_non_finite(self._history):
             return self._ended(
-                "failed", FailureKind.NON_FINITE, f"loss, gradient or entropy not finite for 3 steps up to {metrics.step}"
+                "failed",
+                FailureKind.NON_FINITE,
+                f"loss, gradient or entropy not finite for 3 steps up to {metrics.step}",
             )
         if self.spec.configuration_id is not None and metrics.is_training_step:
             seen = _overlay_value(metrics, "configuration_id")
@@ -285,7 +287,9 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
     the virtual environment of the agent must not reach a training environment of its own.
     """
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OVERLAY_VARIABLE}
-    environment = {name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")}
+    environment = {
+        name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")
+    }
     prefix = Path(spec.training_env) / "bin" if spec.training_env else Path(sys.executable).parent
     environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
     environment.update(

@@ -15,7 +15,8 @@ OverrideValue = str | int | float | bool | None
 _COMMAND = re.compile(r"verl\.trainer\.main\w*")
 _OVERRIDE = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _ASSIGNMENT = re.compile(
-    r"^\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>\"\$\(.*\)\"|\"[^\"\n]*\"|'[^'\n]*'|[^\s;#]*)\s*(?:#.*)?$", re.M
+    r"^\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<value>\"\$\(.*\)\"|\"[^\"\n]*\"|'[^'\n]*'|[^\s;#]*)\s*(?:#.*)?$",
+    re.M,
 )
 _VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))")
 _BARE = re.compile(r"^[A-Za-z0-9_./:@-]+$")
@@ -119,7 +120,9 @@ class TrainScript:
         return text
 
     def _insertion_point(self) -> int:
-        arguments = [word for word in self._words if not re.fullmatch(r"\"?\$[@*]\"?", self.text[word.start : word.end])]
+        arguments = [
+            word for word in self._words if not re.fullmatch(r"\"?\$[@*]\"?", self.text[word.start : word.end])
+        ]
         return arguments[-1].end
 
     def _expand(self, value: str, environment: Mapping[str, str], override: Override, depth: int = 0) -> str:

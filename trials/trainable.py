@@ -1,10 +1,12 @@
 """Ray Tune's view of a trial: one `step()` is the training up to the next validation."""
 
+import errno
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ray import tune
 
+from trials.health import FailureKind
 from trials.runner import Attempt, Ended, TrialSpec, Validation
 
 Scorer = Callable[[Validation], dict[str, Any]]
@@ -27,6 +29,14 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
 
     def step(self) -> dict[str, Any]:
         """Wait for the next validation after training started, or for the end."""
+        try:
+            return self._next_result()
+        except OSError as error:  # the run's folder cannot be written
+            kind = FailureKind.DISK_FULL if error.errno == errno.ENOSPC else FailureKind.UNKNOWN
+            seconds = float(self._last.get("seconds", 0.0))
+            return self._end(Ended("failed", int(self._last["step"]), seconds, kind.value, str(error)))
+
+    def _next_result(self) -> dict[str, Any]:
         for event in self._events:
             if isinstance(event, Ended):
                 return self._end(event)

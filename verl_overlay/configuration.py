@@ -188,8 +188,7 @@ def _conflicts(configuration: OverlayConfiguration) -> list[str]:
         )
     if c.token_rule == "stare" and c.stare_adaptive and c.stare_damp < c.stare_damp_min:
         found.append(
-            f"overlay knob 'stare.damp' is {c.stare_damp!r}; "
-            f"expected at least 'stare.damp_min' {c.stare_damp_min!r}"
+            f"overlay knob 'stare.damp' is {c.stare_damp!r}; expected at least 'stare.damp_min' {c.stare_damp_min!r}"
         )
     return found
 

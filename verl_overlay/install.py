@@ -252,9 +252,7 @@ def _take_apart(path: Path, data: bytes) -> _Parts | None:
         )
     match = matches[0]
     if int(match[1]) != FORMAT_VERSION:
-        raise OverlayError(
-            f"{path} has overlay format {int(match[1])}, this version knows {FORMAT_VERSION}. {advice}"
-        )
+        raise OverlayError(f"{path} has overlay format {int(match[1])}, this version knows {FORMAT_VERSION}. {advice}")
     body = data[match.end() + 1 : -len(end) - 1]
     if _sha256(body) != match[3].decode():
         raise OverlayError(
@@ -333,16 +331,12 @@ def _write_backup(core_algos: Path, original: bytes, backup_dir: Path) -> Path:
         try:
             backup_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OverlayError(
-                f"cannot create {backup_dir}: {error.strerror}. Choose a writable folder."
-            ) from error
+            raise OverlayError(f"cannot create {backup_dir}: {error.strerror}. Choose a writable folder.") from error
         _write(backup, original)
     return backup
 
 
-def install(
-    core_algos: Path, configuration: Mapping[str, object], backup_dir: Path | None = None
-) -> InstallReport:
+def install(core_algos: Path, configuration: Mapping[str, object], backup_dir: Path | None = None) -> InstallReport:
     """Append the block to verl's file, or replace the block that is there. Repeating it changes nothing.
 
     Args:
@@ -441,9 +435,7 @@ def _probe_live(core_algos: Path, python: str, timeout: float) -> list[str]:
     paths = [str(target.parents[3]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=timeout
-        )
+        done = subprocess.run([python, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"the live loss could not be checked with {python}: {error}"]
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("overlay-probe ")]

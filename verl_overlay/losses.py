@@ -73,9 +73,7 @@ def clipped_surrogate(
     return torch.maximum(free, clipped), torch.gt(clipped, free)
 
 
-def dual_clip(
-    advantages: torch.Tensor, losses: torch.Tensor, bound: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dual_clip(advantages: torch.Tensor, losses: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dual-clip PPO, arXiv 1912.09729: ``min(loss, -A c)`` where A < 0.
 
     Args:

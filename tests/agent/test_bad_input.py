@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from scripted_workspace import make_rows
 
 from agent.config import load_config
 from agent.errors import ConfigError
 from agent.workspace import Workspace, read_manifest
+from scripted_workspace import make_rows
 
 ROOT = Path(__file__).parents[2]
 DATA = "data/datasets/math.8k"
@@ -67,10 +67,19 @@ CORE = "task/repositories/verl/verl/trainer/ppo/core_algos.py"
 DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no train.sh": (lambda w: (w / "task/scripts/train.sh").unlink(), ("train.sh does not exist",)),
     "no inference.sh": (lambda w: (w / "task/scripts/inference.sh").unlink(), ("inference.sh does not exist",)),
-    "no merger": (lambda w: (w / "task/repositories/verl/scripts/model_merger.py").unlink(), ("model_merger.py does not",)),
+    "no merger": (
+        lambda w: (w / "task/repositories/verl/scripts/model_merger.py").unlink(),
+        ("model_merger.py does not",),
+    ),
     "no dev data": (lambda w: (w / DATA / "dev.parquet").unlink(), ("dev.parquet does not exist",)),
-    "no base model": (lambda w: (w / "data/checkpoints/base/config.json").unlink(), ("base/config.json does not exist",)),
-    "broken parquet": (lambda w: (w / DATA / "dev.parquet").write_bytes(b"PAR1 nonsense"), ("dev.parquet is not a readable",)),
+    "no base model": (
+        lambda w: (w / "data/checkpoints/base/config.json").unlink(),
+        ("base/config.json does not exist",),
+    ),
+    "broken parquet": (
+        lambda w: (w / DATA / "dev.parquet").write_bytes(b"PAR1 nonsense"),
+        ("dev.parquet is not a readable",),
+    ),
     "empty parquet": (lambda w: (w / DATA / "train.parquet").write_bytes(b""), ("train.parquet is not a readable",)),
     "mixed answers": (mixed_answers, ("dev.parquet", "ground_truth holds numbers, the training file text")),
     "null prompt": (null_prompt, ("dev.parquet row 3", "prompt")),
@@ -127,7 +136,10 @@ def test_a_wrong_configuration_is_refused(workspace: Path, text: str, message: s
     before = read_manifest(Workspace(workspace))
     result = run_agent(workspace.parent, "--config", "agent.yaml")
     assert_refused(result, 3 if "multiple" in message else 2, message)
-    assert read_manifest(Workspace(workspace)) == before and sorted(os.listdir(workspace.parent)) == ["agent.yaml", "workspace"]
+    assert read_manifest(Workspace(workspace)) == before and sorted(os.listdir(workspace.parent)) == [
+        "agent.yaml",
+        "workspace",
+    ]
 
 
 def test_scientific_notation_is_a_number(tmp_path: Path) -> None:
@@ -140,7 +152,7 @@ def test_paths_are_relative_to_the_configuration_file(tmp_path: Path) -> None:
     (tmp_path / "agent.yaml").write_text("workspace: task\nruns: out\n")
     config = load_config(tmp_path / "agent.yaml", ["search.trials=3"])
     assert config.workspace == tmp_path / "task" and config.runs == tmp_path / "out" and config.search.trials == 3
-    with pytest.raises(ConfigError, match="write section.key=value"):
+    with pytest.raises(ConfigError, match=r"write section\.key=value"):
         load_config(None, ["search.trials"])
 
 

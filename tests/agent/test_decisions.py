@@ -59,7 +59,11 @@ def test_promotion_compares_at_the_highest_step_only() -> None:
 
 
 def test_failed_trials_are_never_promoted_and_ties_go_to_the_earlier() -> None:
-    trials = [trial("x", (32, 0.9), outcome="failed"), trial("late", (32, 0.5), started=2), trial("early", (32, 0.5), started=1)]
+    trials = [
+        trial("x", (32, 0.9), outcome="failed"),
+        trial("late", (32, 0.5), started=2),
+        trial("early", (32, 0.5), started=1),
+    ]
     promotion = choose_promotion(trials)
     assert promotion is not None and promotion.trial == "early"
     assert choose_promotion([trial("x", (32, 0.9), outcome="failed"), trial("n")]) is None

@@ -19,7 +19,9 @@ def test_events_come_back_in_order_with_non_finite_as_null(ledger: Ledger) -> No
     ledger.append("a", value=1.5, bad=float("nan"), nested={"x": [float("inf"), 2]}, path=Path("/x"))
     ledger.append("b")
     first, second = ledger.read()
-    assert first["value"] == 1.5 and first["bad"] is None and first["nested"] == {"x": [None, 2]} and first["path"] == "/x"
+    assert (
+        first["value"] == 1.5 and first["bad"] is None and first["nested"] == {"x": [None, 2]} and first["path"] == "/x"
+    )
     assert second["event"] == "b"
 
 

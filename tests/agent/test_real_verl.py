@@ -12,7 +12,6 @@ from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
 from trials.guard import RUN_TAG
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history
-
 from verl_overlay import install
 
 CONFIGURATION = {"token_rule": "stare", "stare.step": 0.05, "negative_weight": 0.5, "clip_high": 0.28}
@@ -54,7 +53,9 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
             validations.append(event)
             facts = score_validation(event, initial_entropy=0.3, total_steps=workspace.total_steps, band=EntropyBand())
             ledger.append("trial_scored", trial="t001", **facts)
-    assert ended is not None and ended.outcome == "completed" and ended.last_step == 2, (trial / "attempt_1/log").read_text()
+    assert ended is not None and ended.outcome == "completed" and ended.last_step == 2, (
+        trial / "attempt_1/log"
+    ).read_text()
     ledger.append("trial_ended", trial="t001", outcome=ended.outcome, seconds=ended.seconds)
 
     assert_metrics(trial, validations, workspace)
@@ -78,7 +79,9 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
     assert forbidden_changes(workspace, changed, []) == []
     assert "task/repositories/verl/verl/trainer/ppo/core_algos.py" in changed
     install.revert(workspace.core_algos)
-    assert "task/repositories/verl/verl/trainer/ppo/core_algos.py" not in changed_files(before, read_manifest(workspace))
+    assert "task/repositories/verl/verl/trainer/ppo/core_algos.py" not in changed_files(
+        before, read_manifest(workspace)
+    )
 
 
 def assert_metrics(trial: Path, validations: list[Validation], workspace: Workspace) -> None:

@@ -56,9 +56,7 @@ class RunBuilder:
         checks = [{"name": "training data", "found": "640 rows from openai/gsm8k", "problem": None}]
         self.append("workspace_checked", checks=checks)
 
-    def started(
-        self, trial: str, kind: str, origin: str, configuration: dict[str, Any], attempt: int = 1
-    ) -> None:
+    def started(self, trial: str, kind: str, origin: str, configuration: dict[str, Any], attempt: int = 1) -> None:
         self.append(
             "trial_started",
             trial=trial,
@@ -68,9 +66,7 @@ class RunBuilder:
             attempt=attempt,
         )
 
-    def trained(
-        self, trial: str, loss: float, first: int, last: int, gain: float = 0.012, attempt: int = 1
-    ) -> None:
+    def trained(self, trial: str, loss: float, first: int, last: int, gain: float = 0.012, attempt: int = 1) -> None:
         """Metric lines of an attempt and a score at each rung, at every fourth step for the full run."""
         path = self.folder / "trials" / trial / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +97,7 @@ class RunBuilder:
         self.started("baseline", "baseline", "baseline", {})
         self.trained("baseline", 0.14, 0, 16, gain=0.010)
         self.ended("baseline", "completed", "interrupted as planned after step 16")
-        self.append(
-            "stage_done", stage="baseline", seconds=80.2, initial_entropy=H0, start_up_s=21.5, step_s=3.25
-        )
+        self.append("stage_done", stage="baseline", seconds=80.2, initial_entropy=H0, start_up_s=21.5, step_s=3.25)
         self.append(
             "decision",
             what="budget",
@@ -116,14 +110,10 @@ class RunBuilder:
             self.started(trial, "search", origin, configuration)
             self.trained(trial, loss, 0, last, gain=0.011 + 0.001 * (number % 3))
             asha = last < RUNGS[-1]
-            reason = (
-                f"ASHA: objective 0.1 at step {last} is below the rung's cutoff" if asha else "as planned"
-            )
+            reason = f"ASHA: objective 0.1 at step {last} is below the rung's cutoff" if asha else "as planned"
             self.ended(trial, "stopped" if asha else "completed", reason)
         self.started("t007", "search", "optuna", {"clip_high": 0.25})
-        self.ended(
-            "t007", "failed", "ended with exit code 1 after step 0 of 16: CUDA out of memory", "out_of_memory"
-        )
+        self.ended("t007", "failed", "ended with exit code 1 after step 0 of 16: CUDA out of memory", "out_of_memory")
         self.append("stage_done", stage="search", seconds=612.0)
 
     def full_run(self) -> None:
@@ -152,9 +142,7 @@ class RunBuilder:
             chosen=best.step,
             reason=f"step {best.step} has the highest objective",
         )
-        self.append(
-            "stage_done", stage="select", seconds=0.1, trial="full", reason="highest objective", **chosen
-        )
+        self.append("stage_done", stage="select", seconds=0.1, trial="full", reason="highest objective", **chosen)
         sha256 = {"math_results.parquet": "ab" * 32, "math_results_logits.pt": "cd" * 32}
         facts = {
             "samples": 128,

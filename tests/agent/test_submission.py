@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.numpy import save_file
+
 from agent.errors import StageError
 from agent.submission import LOGITS, RESULTS, publish, validate_submission
 from agent.tensors import find_model_problem, read_sample_logits, row_entropy
-from safetensors.numpy import save_file
 
 VOCABULARY = 24
 
@@ -22,7 +23,9 @@ VOCABULARY = 24
 def case(tmp_path: Path) -> Path:
     """A test file, a model configuration and a valid submission in `results/`."""
     answers = [{"style": "rule", "ground_truth": text} for text in ("7", "1/2", "5")]
-    test = pd.DataFrame({"prompt": [[{"role": "user", "content": "?"}]] * 3, "reward_model": answers, "sample_id": [4, 2, 9]})
+    test = pd.DataFrame(
+        {"prompt": [[{"role": "user", "content": "?"}]] * 3, "reward_model": answers, "sample_id": [4, 2, 9]}
+    )
     test.to_parquet(tmp_path / "test.parquet", index=False)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
@@ -33,7 +36,11 @@ def case(tmp_path: Path) -> Path:
 
 
 def write_results(case: Path, **columns: object) -> None:
-    table: dict[str, object] = {"sample_id": [4, 2, 9], "output": [r"\boxed{7}", r"\boxed{0.5}", r"\boxed{6}"], **columns}
+    table: dict[str, object] = {
+        "sample_id": [4, 2, 9],
+        "output": [r"\boxed{7}", r"\boxed{0.5}", r"\boxed{6}"],
+        **columns,
+    }
     pd.DataFrame(table).to_parquet(case / "results" / RESULTS, index=False)
 
 
@@ -80,7 +87,10 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "has 1 rows, the test file 3",
     ),
     "no parquet": (lambda c: (c / "results" / RESULTS).write_text("x"), "is not readable"),
-    "tokenizer's width": (lambda c: write_logits(c, [torch.zeros(2, VOCABULARY - 1)] * 3), "has 23 columns, the model 24"),
+    "tokenizer's width": (
+        lambda c: write_logits(c, [torch.zeros(2, VOCABULARY - 1)] * 3),
+        "has 23 columns, the model 24",
+    ),
     "one sample less": (lambda c: write_logits(c, uniform(2, 3)), "has 2 samples"),
     "stacked": (lambda c: write_logits(c, torch.zeros(3, 2, VOCABULARY)), "holds a Tensor, not a list"),
     "arrays": (lambda c: write_logits(c, [np.zeros((2, VOCABULARY))] * 3), "cannot be loaded as tensors only"),
@@ -89,7 +99,10 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nan": (lambda c: write_logits(c, with_value(float("nan"))), "sample 1 has 1 rows that are not finite"),
     "inf": (lambda c: write_logits(c, with_value(float("inf"))), "sample 1 has 1 rows that are not finite"),
     "empty sample": (lambda c: write_logits(c, uniform(2, 0, 1)), "sample 1 has no rows, but its output"),
-    "cut off": (lambda c: (c / "results" / LOGITS).write_bytes((c / "results" / LOGITS).read_bytes()[:200]), "cannot be"),
+    "cut off": (
+        lambda c: (c / "results" / LOGITS).write_bytes((c / "results" / LOGITS).read_bytes()[:200]),
+        "cannot be",
+    ),
     "missing": (lambda c: (c / "results" / LOGITS).unlink(), "cannot be loaded"),
 }
 
@@ -153,7 +166,11 @@ def write_model(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def test_merged_models_without_trained_weights_are_refused(tmp_path: Path) -> None:
-    tensors = {"embed": np.zeros((4, 2), np.float32), "layer": np.ones((2, 2), np.float32), "lm_head.weight": np.zeros((4, 2))}
+    tensors = {
+        "embed": np.zeros((4, 2), np.float32),
+        "layer": np.ones((2, 2), np.float32),
+        "lm_head.weight": np.zeros((4, 2)),
+    }
     base = write_model(tmp_path / "base", tensors)
     trained = {"embed": tensors["embed"] + 1, "layer": tensors["layer"]}  # tied: no lm_head of its own
     cases = {
@@ -161,7 +178,10 @@ def test_merged_models_without_trained_weights_are_refused(tmp_path: Path) -> No
         "half": ({name: value.astype(np.float16) for name, value in trained.items()}, None),
         "same": (tensors, "every tensor equals the base model's"),
         "missing": ({"embed": trained["embed"]}, "tensor layer is missing"),
-        "shape": ({**trained, "layer": np.ones((2, 3), np.float32)}, "tensor layer has shape (2, 3), the base has (2, 2)"),
+        "shape": (
+            {**trained, "layer": np.ones((2, 3), np.float32)},
+            "tensor layer has shape (2, 3), the base has (2, 2)",
+        ),
         "lora": ({f"base_model.model.{name}": value for name, value in trained.items()}, "tensor embed is missing"),
         "empty": ({}, "no safetensors weights"),
     }

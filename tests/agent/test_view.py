@@ -38,9 +38,7 @@ def build_events(ledger: Ledger) -> list[Event]:
 
 def start(ledger: Ledger, trial: str, origin: str, configuration: dict[str, Any]) -> Event:
     kind = "baseline" if trial == "baseline" else "search"
-    return ledger.append(
-        "trial_started", trial=trial, kind=kind, origin=origin, configuration=configuration, attempt=1
-    )
+    return ledger.append("trial_started", trial=trial, kind=kind, origin=origin, configuration=configuration, attempt=1)
 
 
 def score(ledger: Ledger, trial: str, step: int, accuracy: float, entropy: float) -> Event:
@@ -50,9 +48,7 @@ def score(ledger: Ledger, trial: str, step: int, accuracy: float, entropy: float
 
 
 def end(ledger: Ledger, trial: str, outcome: str, failure: str | None = None, reason: str = "") -> Event:
-    return ledger.append(
-        "trial_ended", trial=trial, outcome=outcome, failure=failure, reason=reason, seconds=70.0
-    )
+    return ledger.append("trial_ended", trial=trial, outcome=outcome, failure=failure, reason=reason, seconds=70.0)
 
 
 @pytest.fixture
@@ -110,9 +106,7 @@ def test_plain_mode_does_not_hide_errors(tmp_path: Path) -> None:
         view.event({"event": "interrupted", "time": 0.0})
 
 
-@pytest.mark.parametrize(
-    "event", ["interrupted", "published", "run_finished", "stage_done", "overlay_installed"]
-)
+@pytest.mark.parametrize("event", ["interrupted", "published", "run_finished", "stage_done", "overlay_installed"])
 def test_an_event_without_facts_is_a_line(event: str) -> None:
     assert describe_event({"event": event, "time": 0.0})
 

@@ -37,9 +37,7 @@ def test_left_pad() -> None:
 
 
 def test_greedy_follows_the_argmax_of_a_full_forward(model: Any) -> None:
-    for prompt, out in zip(
-        PROMPTS, generate(model, PROMPTS, [SamplingParams(12, 0.0)] * 4, {EOS}, PAD), strict=True
-    ):
+    for prompt, out in zip(PROMPTS, generate(model, PROMPTS, [SamplingParams(12, 0.0)] * 4, {EOS}, PAD), strict=True):
         expected = _reference_log_probs(model, prompt, out.token_ids, 1.0)
         assert out.token_ids == expected.argmax(-1).tolist()
         assert out.finished == (out.token_ids[-1] == EOS)
@@ -88,6 +86,4 @@ def test_sampling_frequencies_match_the_distribution() -> None:
     rows = _Rows([SamplingParams(1)] * 20000)
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
     counts = rows.draw(probs.log().expand(20000, 4)).bincount(minlength=4) / 20000
-    assert all(
-        math.isclose(a, b, abs_tol=0.015) for a, b in zip(counts.tolist(), probs.tolist(), strict=True)
-    )
+    assert all(math.isclose(a, b, abs_tol=0.015) for a, b in zip(counts.tolist(), probs.tolist(), strict=True))

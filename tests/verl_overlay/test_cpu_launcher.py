@@ -46,9 +46,7 @@ def test_arm_does_nothing_outside_the_driver(monkeypatch: pytest.MonkeyPatch) ->
     launcher.arm()
 
 
-def test_arm_says_why_it_is_a_plain_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arm_says_why_it_is_a_plain_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(launcher.SWITCH, "1")
     monkeypatch.delenv("RAY_JOB_ID", raising=False)
     monkeypatch.setenv("RAY_RAYLET_PID", "1")
@@ -62,9 +60,7 @@ def test_client_script_takes_paths_with_spaces(tmp_path: Path) -> None:
     script = tmp_path / "a b" / "python"
     script.parent.mkdir()
     client = launcher._write_client(script, str(tmp_path / "no socket"), sys.executable)
-    done = subprocess.run(
-        [client, "-c", "import sys; print(sys.argv[1:])", "x y"], capture_output=True, text=True
-    )
+    done = subprocess.run([client, "-c", "import sys; print(sys.argv[1:])", "x y"], capture_output=True, text=True)
     assert done.stdout.strip() == "['x y']"
 
 

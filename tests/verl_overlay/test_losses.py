@@ -277,9 +277,7 @@ def test_blended_entropy_is_a_bias_corrected_average_with_half_life_one_mini_bat
     value, weight = losses.blended_entropy(0.0, 0.0, torch.tensor(0.7), torch.tensor(0.25))
     assert float(value / weight) == pytest.approx(0.7)
     for _ in range(4):
-        value, weight = losses.blended_entropy(
-            float(value), float(weight), torch.tensor(0.0), torch.tensor(0.25)
-        )
+        value, weight = losses.blended_entropy(float(value), float(weight), torch.tensor(0.0), torch.tensor(0.25))
     first = 1 - 2**-0.25
     assert float(value) == pytest.approx(0.7 * first / 2)
     assert float(weight) == pytest.approx(1 - 2**-1.25)
