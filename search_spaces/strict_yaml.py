@@ -6,7 +6,7 @@ resolves scalars as YAML 1.2's core schema does (https://yaml.org/spec/1.2.2/#10
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -18,7 +18,7 @@ class YamlError(ValueError):
 class _CoreLoader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 core scalars and without repeated keys."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]

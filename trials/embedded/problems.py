@@ -6,11 +6,11 @@ Two families of problems share one shape, ``a o b o c`` with single digits, solv
   (https://github.com/open-thought/reasoning-gym), kept where no running value is negative;
 * ``last_digit``: o in {+, *}; every running value is reduced modulo 10.
 
-A demonstration writes its steps in one of several ways, or none, and ends in ``Answer:\\boxed{x}``. The ways differ
-in reliability, so training can gain by preferring one; that costs the policy much of its entropy. Within each,
-demonstrators err *systematically*: a single step such as ``7 + 5`` is easy, medium or hard, and the errors on it
-fall mostly on one fixed wrong value. On hard steps that value is the most likely one, so sharpening the
-demonstrated policy is not enough: training has to explore to find the rarer right value.
+A demonstration writes its steps in one of several ways, or none, and ends in ``Answer:\\boxed{x}``. The ways
+differ in reliability, so training gains by preferring one, at the cost of much of the policy's entropy.
+Within each, demonstrators err *systematically*: a single step such as ``7 + 5`` is easy, medium or hard, and
+the errors on it fall mostly on one fixed wrong value. On hard steps that value is the most likely one, so
+sharpening the demonstrated policy is not enough: training has to explore to find the rarer right value.
 """
 
 from __future__ import annotations

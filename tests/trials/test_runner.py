@@ -1,0 +1,137 @@
+"""Attempts: environment, kinds of ending, resumed histories, without a trainer's cost."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trials.guard import RUN_TAG
+from trials.health import FailureKind, classify_exit
+from trials.metrics import StepMetrics
+from trials.runner import Attempt, Ended, TrialSpec, Validation, build_environment, read_history, validations
+
+STEP = "echo 'step:{0} - actor/entropy:{1} - actor/pg_loss:0.1 - val-core/d/acc/mean@1:0.{0}'"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., TrialSpec]:
+    def make_spec(script: str, **options: object) -> TrialSpec:
+        spec = TrialSpec(
+            trial="t001",
+            attempt=1,
+            folder=str(tmp_path / "t001"),
+            script=script,
+            script_path=str(tmp_path / "script.sh"),
+            cwd=str(tmp_path / "t001"),
+            configuration=None,
+            stop_step=None,
+            total_steps=3,
+            dev_rows={"d": 10},
+            run_tag=str(tmp_path),
+            grace_s=0.3,
+        )
+        return replace(spec, **options)  # type: ignore[arg-type]
+
+    return make_spec
+
+
+def run(spec: TrialSpec) -> tuple[list[Validation], Ended]:
+    attempt = Attempt(spec)
+    try:
+        events = list(attempt.events())
+    finally:
+        attempt.close()
+    ended = events[-1]
+    assert isinstance(ended, Ended)
+    return [event for event in events if isinstance(event, Validation)], ended
+
+
+def steps(*numbers: int, entropy: str = "0.5") -> str:
+    return "\n".join(STEP.format(number, entropy) for number in numbers)
+
+
+def test_a_whole_run_completes(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    found, ended = run(make(steps(1, 2, 3)))
+    assert [validation.step for validation in found] == [1, 2, 3]
+    assert found[2].accuracy == pytest.approx(0.3) and found[2].entropy == pytest.approx(0.5)
+    assert (ended.outcome, ended.last_step, ended.failure) == ("completed", 3, None)
+    assert not (tmp_path / "script.sh").exists() and (tmp_path / "t001/attempt_1/train.sh").exists()
+    assert [metrics.step for metrics in read_history(tmp_path / "t001")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "kind", "words"),
+    [
+        (steps(1, 2), {}, "ended_early", "exit code 0 after step 2 of 3, although it reported success"),
+        (steps(1) + "\necho 'RuntimeError: boom'; exit 3", {}, "unknown", "exit code 3 after step 1 of 3: RuntimeError: boom"),
+        ("echo 'torch.OutOfMemoryError: CUDA out of memory. Tried'; exit 1", {}, "out_of_memory", "CUDA out of memory"),
+        ("echo 'OSError: [Errno 28] No space left on device'; exit 1", {}, "disk_full", "No space left"),
+        ("echo \"Could not override 'x.y'\"; exit 1", {}, "bad_configuration", "Could not override"),
+        ("kill -9 $$", {}, "killed", "killed by a signal"),
+        (steps(1, 2, 3, entropy="nan"), {"total_steps": 9}, "non_finite", "not finite for 3 steps"),
+        ("sleep 60", {"startup_timeout_s": 0.5}, "startup_hang", "no training step within"),
+        (steps(1, 2) + "\nsleep 60", {"stall_timeout_s": 0.5}, "stall", "no step line for"),
+        (steps(1), {"configuration_id": 5}, "bad_configuration", "shows overlay configuration None, expected 5"),
+    ],
+)
+def test_every_kind_of_failure_has_its_name(
+    make: Callable[..., TrialSpec], script: str, options: dict[str, object], kind: str, words: str
+) -> None:
+    _, ended = run(make(script, **options))
+    assert ended.outcome == "failed" and ended.failure == kind and words in ended.reason
+
+
+def test_a_trial_is_interrupted_at_its_last_rung(make: Callable[..., TrialSpec]) -> None:
+    found, ended = run(make(steps(1, 2) + "\nsleep 60\n" + steps(3), stop_step=2))
+    assert [validation.step for validation in found] == [1, 2]
+    assert ended.outcome == "completed" and ended.last_step == 2 and ended.seconds < 10
+
+
+def test_a_stop_file_interrupts_at_once(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    _, ended = run(make("sleep 60", stop_file=str(tmp_path / "stop")))
+    assert ended.outcome == "interrupted"
+
+
+def test_a_resumed_attempt_goes_on_where_the_first_left(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    run(make(steps(1, 2, entropy="0.8")))
+    found, ended = run(make(steps(2, 3, entropy="0.4"), attempt=2))
+    assert ended.outcome == "completed"
+    assert found[-1].entropy == pytest.approx((0.8 + 0.4 + 0.4) / 3)
+    history = read_history(tmp_path / "t001")
+    assert [(metrics.step, metrics.entropy) for metrics in history] == [(1, 0.8), (2, 0.4), (3, 0.4)]
+    assert [validation.step for validation in validations(history, {"d": 10})] == [1, 2, 3]
+
+
+def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path: Path) -> None:
+    whole = StepMetrics(1, {"actor/entropy": 0.5}).to_json()
+    (tmp_path / "metrics.jsonl").write_text(whole + "\n" + whole[:9])
+    assert [metrics.step for metrics in read_history(tmp_path)] == [1]
+    assert read_history(tmp_path / "nowhere") == []
+
+
+def test_the_environment_is_the_childs_own(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    inherited = {
+        "PATH": "/usr/bin", "HOME": "/h", "RAY_ADDRESS": "10.0.0.1:6379", "RAY_JOB_ID": "1", "PYTHONPATH": "/agent",
+        "VIRTUAL_ENV": "/agent/venv", "VERL_OVERLAY": "{}", "CUDA_VISIBLE_DEVICES": "0,1",
+    }  # fmt: skip
+    spec = make("", configuration={"clip_high": 0.28}, training_env="/conda", environment={"OMP_NUM_THREADS": "3"})
+    environment = build_environment(spec, inherited)
+    assert environment["RAY_ADDRESS"] == "local" and environment["RAY_DEDUP_LOGS"] == "0"
+    assert environment["PATH"] == "/conda/bin:/usr/bin" and environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert not {"RAY_JOB_ID", "PYTHONPATH", "VIRTUAL_ENV"} & environment.keys()
+    assert json.loads(environment["VERL_OVERLAY"]) == {"clip_high": 0.28}
+    assert environment[RUN_TAG] == str(tmp_path) and environment["OMP_NUM_THREADS"] == "3"
+    assert len(environment["RAY_TMPDIR"]) < 40
+    assert "VERL_OVERLAY" not in build_environment(make(""), inherited)
+    assert make("", trial="t002").ray_tmpdir != make("").ray_tmpdir != make("", attempt=2).ray_tmpdir
+
+
+def test_the_decisive_line_is_quoted() -> None:
+    tail = ["noise", "\x1b[36m(TaskRunner pid=3)\x1b[0m ValueError: micro batch 16 > 5", "  at frame", "Shutting down"]
+    kind, reason = classify_exit(1, tail, 0, 10)
+    assert kind is FailureKind.UNKNOWN and "ValueError: micro batch 16 > 5" in reason
+    assert classify_exit(-11, [], 4, 10)[0] is FailureKind.KILLED
+    assert "the log is empty" in classify_exit(1, [], 4, 10)[1]
