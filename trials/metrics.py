@@ -14,7 +14,9 @@ from typing import Any
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_SOURCE = re.compile(r"^(\(\w[^()]*pid=[^()]*\)) ?(.*)$", re.DOTALL)
 _STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
+_STEP_BEGUN = re.compile(r"(?:^|\s)s(?:t(?:e(?:p(?::\d*(?: -? ?)?)?)?)?)?$")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _FIELD = re.compile(rf"(?P<key>\S.*?):(?:np\.\w+\()?(?P<value>{_NUMBER}|None)\)?(?: - |\s*$)")
 
@@ -87,14 +89,72 @@ def metrics_from_json(line: str) -> StepMetrics:
     return StepMetrics(step, {name: math.nan if value is None else float(value) for name, value in record.items()})
 
 
+class LineJoiner:
+    """Puts step lines together that Ray forwarded in two pieces.
+
+    A worker's log reaches the driver's through a monitor that may read while the worker is still writing a long line.
+    The rest then follows as a line of its own, with the same `(TaskRunner pid=812)` before it. A step line from a worker
+    is therefore held back until another line from that worker arrives, or until `flush`.
+    """
+
+    def __init__(self) -> None:
+        self._source = ""
+        self._held = ""
+
+    def push(self, line: str) -> StepMetrics | None:
+        """Take the next line of the log; returns a step that is now complete."""
+        source, text = _split_source(line)
+        if not source:
+            return _parse_text(text)
+        if self._held and source == self._source:
+            joined = self._held + text
+            if _STEP.search(self._held) is None:  # cut within `step:<number> - `
+                self._held = ""
+                self._hold(source, joined if _STEP.search(joined) and not _STEP.search(text) else text)
+                return None
+            if _STEP.search(text) is None and (_FIELD.search(text) or _is_consumed(joined)):
+                self._held = joined
+                return None
+        complete = self.flush() if source == self._source else None
+        self._hold(source, text)
+        return complete
+
+    def flush(self) -> StepMetrics | None:
+        """The step that was held back, if any."""
+        text, self._held = self._held, ""
+        return _parse_text(text)
+
+    def _hold(self, source: str, text: str) -> None:
+        if _STEP.search(text) or _STEP_BEGUN.search(text):
+            self._source, self._held = source, text
+
+
 def parse_line(line: str) -> StepMetrics | None:
-    """The metrics of one log line, or None when it is not a step line."""
-    text = _REPEATED.sub("", _ANSI.sub("", line.rsplit("\r", 1)[-1])).strip()
+    """The metrics of one whole log line, or None when it is not a step line."""
+    return _parse_text(_split_source(line)[1])
+
+
+def _split_source(line: str) -> tuple[str, str]:
+    """Ray's `(Name pid=…)` before a line, or "", and the text without colours and progress bars."""
+    text = _REPEATED.sub("", _ANSI.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]))
+    match = _SOURCE.match(text)
+    return (match[1], match[2]) if match else ("", text)
+
+
+def _is_consumed(text: str) -> bool:
+    """Whether a step line consists of whole fields up to its end."""
+    last = None
+    for last in _FIELD.finditer(text):
+        pass
+    return last is not None and last.end() == len(text)
+
+
+def _parse_text(text: str) -> StepMetrics | None:
     match = _STEP.search(text)
     if match is None:
         return None
     values: dict[str, float] = {}
-    for field in _FIELD.finditer(match[2]):
+    for field in _FIELD.finditer(match[2].rstrip()):
         if field["value"] != "None":
             key = field["key"]
             values[key.rsplit(" - ", 1)[-1] if ":" in key else key] = float(field["value"])

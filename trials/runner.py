@@ -20,7 +20,7 @@ from typing import Any
 
 from trials.guard import RUN_TAG, Guarded
 from trials.health import FailureKind, classify_exit, is_non_finite
-from trials.metrics import StepMetrics, metrics_from_json, parse_line
+from trials.metrics import LineJoiner, StepMetrics, metrics_from_json
 
 OVERLAY_VARIABLE = "VERL_OVERLAY"
 """The overlay reads its configuration from this environment variable."""
@@ -29,6 +29,8 @@ ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
 
 _POLL_S = 0.1
+_JOIN_WAIT_S = 0.4
+"""The rest of a step line that was forwarded in two pieces follows within this time."""
 _STALL_FACTOR = 20.0
 _TAIL_LINES = 200
 
@@ -124,6 +126,8 @@ class Attempt:
         self._started = 0.0
         self._offset = 0
         self._partial = b""
+        self._joiner = LineJoiner()
+        self._last_data = 0.0
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._history = read_history(Path(spec.folder))
         """Steps of earlier attempts included: a resumed attempt goes on from a checkpoint."""
@@ -172,7 +176,7 @@ class Attempt:
             self.start()
         while True:
             exit_code = self._require_guard().poll()
-            for metrics in self._read_new_metrics():
+            for metrics in self._read_new_metrics(is_final=exit_code is not None):
                 self._record(metrics)
                 if metrics.dev_accuracies():
                     yield validation_at(self._history, self.spec.dev_rows, self._seconds())
@@ -192,8 +196,8 @@ class Attempt:
         assert self._guarded is not None
         return self._guarded
 
-    def _read_new_metrics(self) -> Iterator[StepMetrics]:
-        """Parse the whole lines that were added to the log since the last call."""
+    def _read_new_metrics(self, is_final: bool) -> Iterator[StepMetrics]:
+        """Parse the whole lines that were added to the log since the last call; `is_final` when no more can come."""
         with (self.spec.attempt_folder / "log").open("rb") as file:
             file.seek(self._offset)
             data = file.read()
@@ -202,7 +206,13 @@ class Attempt:
         for raw in lines:
             line = raw.decode("utf-8", "replace")
             self._tail.append(line)
-            metrics = parse_line(line)
+            metrics = self._joiner.push(line)
+            if metrics is not None:
+                yield metrics
+        if data:
+            self._last_data = time.monotonic()
+        if is_final or time.monotonic() - self._last_data > _JOIN_WAIT_S:
+            metrics = self._joiner.flush()
             if metrics is not None:
                 yield metrics
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trials.metrics import metrics_from_json, parse_line
+from trials.metrics import LineJoiner, StepMetrics, metrics_from_json, parse_line
 
 
 def test_numbers_of_every_form_and_a_source_with_a_dash() -> None:
@@ -60,3 +60,26 @@ def test_json_round_trip_keeps_numbers_and_marks_non_finite() -> None:
     back = metrics_from_json(metrics.to_json())
     assert back.step == 2 and back.values["a/b"] == 0.1
     assert math.isnan(back.values["c/d"]) and math.isnan(back.values["e/f"])
+
+
+WHOLE = "step:26 - actor/entropy:0.1236 - rollout_corr/training_ppl:1.161311388015747 - val-core/a - b/acc/mean@1:0.5"
+SOURCE = "\x1b[36m(TaskRunner pid=812)\x1b[0m "
+
+
+def join(lines: list[str]) -> list[StepMetrics]:
+    joiner = LineJoiner()
+    found = [joiner.push(line) for line in lines]
+    return [metrics for metrics in [*found, joiner.flush()] if metrics is not None]
+
+
+@pytest.mark.parametrize("cut", range(1, len(WHOLE)))
+def test_a_step_line_forwarded_in_two_pieces_is_put_together(cut: int) -> None:
+    """Ray's log monitor reads while the worker writes; the rest follows as a line of its own."""
+    lines = [SOURCE + "before", SOURCE + WHOLE[:cut], "(Other pid=1) noise:1", SOURCE + WHOLE[cut:], SOURCE + "after"]
+    assert join(lines) == [parse_line(WHOLE)]
+
+
+def test_whole_lines_stay_apart() -> None:
+    second = WHOLE.replace("step:26", "step:27")
+    lines = [SOURCE + WHOLE, SOURCE + second, SOURCE + "Training Progress: 40%", "step:3 - a/b:1", SOURCE + WHOLE]
+    assert join(lines) == [parse_line(WHOLE), parse_line(second), parse_line("step:3 - a/b:1"), parse_line(WHOLE)]

@@ -29,6 +29,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"     # a tiny model gains nothing 
 export TRANSFER_QUEUE_ENABLE=1
 export TQ_NUM_THREADS="${TQ_NUM_THREADS:-1}"
 export RAY_prestart_worker_first_driver=0
+export TMPDIR="${RAY_TMPDIR:-${TMPDIR:-/tmp}}"   # a trial's scratch files go with its Ray's
 
 # --- CPU: fork Ray's workers from one warm process (0 is the plain start). Ray reads these two when it is imported.
 export VERL_CPU_FAST_START="${VERL_CPU_FAST_START:-1}"
