@@ -40,7 +40,7 @@ class BudgetConfig(_Section):
 class SearchConfig(_Section):
     """The search over loss variants."""
 
-    trials: StrictInt = Field(10, ge=1)
+    trials: StrictInt = Field(8, ge=1)
     """Search trials, presets included, baseline not."""
     concurrent: StrictInt = Field(2, ge=1)
     """Trials that run side by side; each is one run of train.sh."""

@@ -89,9 +89,9 @@ exec python3 -m verl.trainer.main_ppo \
   trainer.project_name=embedded \
   trainer.experiment_name=trial \
   trainer.total_epochs=1000 \
-  trainer.total_training_steps=64 \
-  trainer.save_freq=8 \
-  trainer.test_freq=8 \
+  trainer.total_training_steps=48 \
+  trainer.save_freq=6 \
+  trainer.test_freq=12 \
   trainer.val_before_train=True \
   ray_kwargs.ray_init.num_cpus=16 \
   +ray_kwargs.ray_init.num_gpus=1 \
