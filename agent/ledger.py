@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,13 +114,18 @@ class Score:
 
     step: int
     objective: float
-    accuracy: float | None
-    entropy: float | None
+    accuracy: float | None = None
+    entropy: float | None = None
     """Mean policy entropy over the last steps, nats per token."""
     reason: str = ""
     entropy_ratio: float | None = None
     forecast_ratio: float | None = None
     entropy_score: float | None = None
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> "Score":
+        """From an event or a result that holds more than a score."""
+        return cls(**{key: facts[key] for key in cls.__dataclass_fields__ if key in facts})
 
 
 @dataclass
@@ -253,8 +258,7 @@ def _apply_trial(state: RunState, event: Event) -> None:
         return
     trial = state.trials[name]
     if event["event"] == "trial_scored":
-        known: dict[str, Any] = {key: event[key] for key in Score.__dataclass_fields__ if key in event}
-        score = Score(**known)
+        score = Score.from_facts(event)
         trial.scores = [old for old in trial.scores if old.step != score.step] + [score]
     elif event["event"] == "trial_ended":
         trial.outcome = event["outcome"]

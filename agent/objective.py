@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from agent.ledger import Score
 from trials.runner import Validation
 
 WORST = 0.0
@@ -79,6 +80,12 @@ def judge(
     reason = f"accuracy {accuracy:.3f} × entropy score {score:.3f} (entropy {entropy:.4f} nats = {ratio:.2f}·H0"
     reason += ")" if fraction >= 1 else f", forecast for the end {forecast:.2f}·H0)"
     return Objective(value, reason, ratio, forecast, score)
+
+
+def standard_error(score: Score, dev_rows: int) -> float:
+    """Of an objective: binomial standard error of the dev accuracy, sqrt(p (1 - p) / n), times the entropy score."""
+    accuracy = min(max(score.accuracy or 0.0, 0.0), 1.0)
+    return (score.entropy_score or 0.0) * math.sqrt(accuracy * (1.0 - accuracy) / max(1, dev_rows))
 
 
 def score_validation(

@@ -350,6 +350,7 @@ class Pipeline:
             concurrent=settings.concurrent,
             rungs=self.rungs,
             reduction_factor=settings.reduction_factor,
+            dev_rows=sum(self.dev_rows.values()),
             seed=self.config.seed,
             startup_trials=settings.startup_trials,
             failures_in_a_row=settings.failures_in_a_row,

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from agent.errors import AgentError, StageError
 from agent.ledger import RunState, Score, TrialState
-from agent.objective import WORST
+from agent.objective import WORST, standard_error
 from search_spaces.space import Configuration, SearchSpace
 from trials.health import FailureKind
 from trials.runner import TrialSpec
@@ -46,6 +46,7 @@ class SearchPlan:
     rungs: tuple[int, ...]
     """Steps at which ASHA judges, ascending; the last one ends a trial."""
     reduction_factor: int
+    dev_rows: int
     seed: int
     startup_trials: int
     failures_in_a_row: int
@@ -99,7 +100,7 @@ def run_search(
     if missing <= 0:
         return SearchResult(interrupted=False, broken=None)
     searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end)
-    scheduler = LedgerASHA(plan.rungs, plan.reduction_factor)
+    scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows)
     scheduler.refill([trial for trial in state.trials.values() if trial.kind != "full"])
     stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, stop_file)
     log = scratch.with_suffix(".log")
@@ -269,15 +270,14 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
     def _record_score(self, trial_id: str, result: dict[str, Any]) -> None:
         if not result.get("step"):
             return
-        facts = {key: result.get(key) for key in Score.__dataclass_fields__}
-        self._record("trial_scored", trial=self._started[trial_id], **facts)
+        self._record("trial_scored", trial=self._started[trial_id], **asdict(Score.from_facts(result)))
         self._ot_trials[trial_id].report(result["objective"], int(result["step"]))
 
     def _end(self, name: str, outcome: str, result: dict[str, Any], error: bool) -> None:
         failure = result.get("failure") or (FailureKind.UNKNOWN.value if error else None)
         reason = result.get("ending") or ("the trial's worker died" if error else "")
         if outcome == "stopped":
-            reason = f"ASHA: objective {result['objective']:.4f} at step {result['step']} is below the rung's cutoff"
+            reason = f"ASHA: objective {result['objective']:.4f} at step {result['step']} is clearly below the rung's cutoff"
         self._record(
             "trial_ended", trial=name, outcome=outcome, failure=failure, reason=reason, step=result.get("step"),
             seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"), step_s=result.get("step_s"),
@@ -318,44 +318,51 @@ def optuna_verdict(trial: TrialState) -> tuple[OptunaState, float | None]:
 
 
 class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
-    """Tune's ASHA with our own rungs and trial names, so that a ledger can fill it again.
+    """Tune's ASHA with our own rungs and trial names, so that a ledger can fill it again, and with respect for noise.
 
     It is the stopping variant: a trial goes on when its objective is not below the cutoff of those that reached the rung
-    before it. Nobody is stopped at a rung that fewer than `reduction_factor + 1` trials have reached: the cutoff of two is
-    the noise of one.
+    before it. Two more rules: nobody is stopped at a rung that fewer than `reduction_factor + 1` trials have reached (the
+    cutoff of two is the noise of one), and nobody is stopped for a difference within one standard error of the objective.
     """
 
-    def __init__(self, rungs: Sequence[int], reduction_factor: int) -> None:
+    def __init__(self, rungs: Sequence[int], reduction_factor: int, dev_rows: int) -> None:
+        """`dev_rows` is the size of the dev set: it sets the standard error of an accuracy."""
         super().__init__(
             time_attr="step", max_t=rungs[-1], grace_period=rungs[0], reduction_factor=reduction_factor, brackets=1
         )
         self._brackets[0]._rungs = [(step, {}) for step in reversed(rungs)]
+        self._dev_rows = dev_rows
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         if result.get("outcome") != "running" or "objective" not in result:
             return str(TrialScheduler.CONTINUE)
-        return self.decide(trial.config["trial"], int(result["step"]), float(result["objective"]))
+        return self.decide(trial.config["trial"], Score.from_facts(result))
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         if result.get("outcome") == "completed":
-            self.decide(trial.config["trial"], int(result["step"]), float(result["objective"]))
+            self.decide(trial.config["trial"], Score.from_facts(result))
         self._trial_info.pop(trial.trial_id, None)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
         self._trial_info.pop(trial.trial_id, None)
 
-    def decide(self, name: str, step: int, objective: float) -> str:
-        """Record a trial's objective at its rung and say whether it goes on."""
-        decision = str(self._brackets[0].on_result(SimpleNamespace(trial_id=name), step, objective))
-        reached = next((len(recorded) for rung, recorded in self._brackets[0]._rungs if rung <= step), 0)
-        return decision if reached > self._reduction_factor else str(TrialScheduler.CONTINUE)
+    def decide(self, name: str, score: Score) -> str:
+        """Record a trial's score at its rung and say whether it goes on."""
+        bracket = self._brackets[0]
+        decision = str(bracket.on_result(SimpleNamespace(trial_id=name), score.step, score.objective))
+        if decision != TrialScheduler.STOP:
+            return decision
+        reached = next(recorded for rung, recorded in bracket._rungs if rung <= score.step)
+        cutoff = bracket.cutoff({other: value for other, value in reached.items() if other != name})
+        is_clear = score.objective + standard_error(score, self._dev_rows) < cutoff
+        return decision if is_clear and len(reached) > self._reduction_factor else str(TrialScheduler.CONTINUE)
 
     def refill(self, trials: Sequence[TrialState]) -> None:
         """Fill the rungs with what the ledger knows."""
         for trial in trials:
             if trial.outcome != "failed":
                 for score in sorted(trial.scores, key=lambda score: score.step):
-                    self.decide(trial.trial, score.step, score.objective)
+                    self.decide(trial.trial, score)
 
 
 class _Stopper(_NotSaved, tune.Stopper):  # type: ignore[misc]

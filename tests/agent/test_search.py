@@ -14,7 +14,7 @@ from search_spaces.space import read_space, shipped_space
 from trials.runner import TrialSpec
 
 SPACE = read_space(shipped_space("overlay"))
-PLAN = SearchPlan(SPACE, 8, 2, (8, 16, 32), 2, seed=0, startup_trials=2, failures_in_a_row=3)
+PLAN = SearchPlan(SPACE, 8, 2, (8, 16, 32), 2, dev_rows=200, seed=0, startup_trials=2, failures_in_a_row=3)
 
 
 def finished(name: str, origin: str, outcome: str | None, *scores: tuple[int, float], failure: str | None = None) -> TrialState:
@@ -98,23 +98,36 @@ def test_distributions_round_trip_as_json() -> None:
     assert json.loads(texts["token_rule"])["name"] == "CategoricalDistribution"
 
 
+def judged(step: int, objective: float, accuracy: float = 0.5) -> Score:
+    return Score(step, objective, accuracy, 0.3, entropy_score=1.0)
+
+
 def test_asha_needs_three_at_a_rung_and_stops_below_the_cutoff() -> None:
-    scheduler = LedgerASHA((8, 16, 32), 2)
-    assert scheduler.decide("a", 8, 0.5) == "CONTINUE"
-    assert scheduler.decide("b", 8, 0.1) == "CONTINUE"  # two members: no judgement yet
-    assert scheduler.decide("c", 8, 0.2) == "STOP"  # below the median of 0.5 and 0.1
-    assert scheduler.decide("d", 8, 0.3) == "CONTINUE"
-    assert scheduler.decide("e", 16, 0.01) == "CONTINUE"  # first at the next rung
+    scheduler = LedgerASHA((8, 16, 32), 2, dev_rows=10**9)
+    assert scheduler.decide("a", judged(8, 0.5)) == "CONTINUE"
+    assert scheduler.decide("b", judged(8, 0.1)) == "CONTINUE"  # two members: no judgement yet
+    assert scheduler.decide("c", judged(8, 0.2)) == "STOP"  # below the median of 0.5 and 0.1
+    assert scheduler.decide("d", judged(8, 0.3)) == "CONTINUE"
+    assert scheduler.decide("e", judged(16, 0.01)) == "CONTINUE"  # first at the next rung
+
+
+def test_asha_stops_nobody_for_noise() -> None:
+    """With 200 dev rows and accuracy .5 the standard error is sqrt(.25 / 200) = .0354."""
+    scheduler = LedgerASHA((8, 16, 32), 2, dev_rows=200)
+    for name in "abc":
+        scheduler.decide(name, judged(8, 0.60))
+    assert scheduler.decide("close", judged(8, 0.566)) == "CONTINUE"
+    assert scheduler.decide("clear", judged(8, 0.563)) == "STOP"
 
 
 def test_asha_is_filled_again_from_the_ledger() -> None:
     trials = [finished(f"t00{index}", "optuna", "stopped", (8, 0.1 * index)) for index in range(1, 5)]
     trials.append(finished("t009", "optuna", "failed", (8, 9.0)))
-    scheduler = LedgerASHA((8, 16, 32), 2)
+    scheduler = LedgerASHA((8, 16, 32), 2, dev_rows=10**9)
     scheduler.refill(trials)
-    assert scheduler.decide("new", 8, 0.24) == "STOP"  # the median of .1 .2 .3 .4 is .25; the failed one does not count
-    assert scheduler.decide("other", 8, 0.26) == "CONTINUE"
-    assert scheduler.decide("t001", 8, 0.0) == "CONTINUE"  # a resumed trial is not judged twice
+    assert scheduler.decide("new", judged(8, 0.24)) == "STOP"  # the median of .1 .2 .3 .4; the failed one does not count
+    assert scheduler.decide("other", judged(8, 0.26)) == "CONTINUE"
+    assert scheduler.decide("t001", judged(8, 0.0)) == "CONTINUE"  # a resumed trial is not judged twice
 
 
 @pytest.mark.parametrize(("first", "last", "rungs"), [(8, 32, (8, 16, 32)), (1, 1000, None), (5, 15, (5, 10, 15)), (4, 4, (4,))])
