@@ -277,7 +277,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         failure = result.get("failure") or (FailureKind.UNKNOWN.value if error else None)
         reason = result.get("ending") or ("the trial's worker died" if error else "")
         if outcome == "stopped":
-            reason = f"ASHA: objective {result['objective']:.4f} at step {result['step']} is clearly below the rung's cutoff"
+            reason = (
+                f"ASHA: objective {result['objective']:.4f} at step {result['step']} is clearly below the rung's cutoff"
+            )
         self._record(
             "trial_ended", trial=name, outcome=outcome, failure=failure, reason=reason, step=result.get("step"),
             seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"), step_s=result.get("step_s"),

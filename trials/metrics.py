@@ -143,10 +143,8 @@ def _split_source(line: str) -> tuple[str, str]:
 
 def _is_consumed(text: str) -> bool:
     """Whether a step line consists of whole fields up to its end."""
-    last = None
-    for last in _FIELD.finditer(text):
-        pass
-    return last is not None and last.end() == len(text)
+    fields = list(_FIELD.finditer(text))
+    return bool(fields) and fields[-1].end() == len(text)
 
 
 def _parse_text(text: str) -> StepMetrics | None:

@@ -17,7 +17,9 @@ SPACE = read_space(shipped_space("overlay"))
 PLAN = SearchPlan(SPACE, 8, 2, (8, 16, 32), 2, dev_rows=200, seed=0, startup_trials=2, failures_in_a_row=3)
 
 
-def finished(name: str, origin: str, outcome: str | None, *scores: tuple[int, float], failure: str | None = None) -> TrialState:
+def finished(
+    name: str, origin: str, outcome: str | None, *scores: tuple[int, float], failure: str | None = None
+) -> TrialState:
     parameters = SPACE.complete({"clip_high": 0.25 + 0.01 * len(name)})
     kind = "baseline" if origin == "baseline" else "search"
     trial = TrialState(name, kind, parameters, parameters, distributions_of(SPACE, parameters), origin, attempts=1)
@@ -34,7 +36,12 @@ def build(*trials: TrialState) -> tuple[LedgerSearch, list[dict[str, Any]]]:
     written: list[dict[str, Any]] = []
     state = RunState(trials={trial.trial: trial for trial in trials})
     search = LedgerSearch(
-        PLAN, lambda event, **facts: written.append({"event": event, **facts}), state, prepare, lambda: False, lambda: None
+        PLAN,
+        lambda event, **facts: written.append({"event": event, **facts}),
+        state,
+        prepare,
+        lambda: False,
+        lambda: None,
     )
     return search, written
 
@@ -46,7 +53,9 @@ def test_the_ledger_becomes_the_study() -> None:
         finished("t002", "preset:stare", "failed", failure="out_of_memory"),
         finished("t003", "optuna", "failed", (8, 0.2), failure="killed"),
     )
-    seen = [(trial.state, trial.values[0] if trial.values else None) for trial in search._ot_study.get_trials(False)[:4]]
+    seen = [
+        (trial.state, trial.values[0] if trial.values else None) for trial in search._ot_study.get_trials(False)[:4]
+    ]
     assert seen == [
         (OptunaState.COMPLETE, 0.2),
         (OptunaState.PRUNED, None),
@@ -79,11 +88,20 @@ def test_results_become_facts_and_optuna_never_sees_nan() -> None:
         search.suggest(f"ray{index}")
     search.on_trial_result("ray0", {"step": 8, "objective": 0.25, "outcome": "running", "accuracy": 0.5})
     search.on_trial_complete("ray0", {"step": 16, "objective": 0.2, "outcome": "running"})
-    failed = {"step": 8, "objective": 0.0, "outcome": "failed", "failure": "non_finite", "ending": "nan", "seconds": 3.0}
+    failed = {
+        "step": 8,
+        "objective": 0.0,
+        "outcome": "failed",
+        "failure": "non_finite",
+        "ending": "nan",
+        "seconds": 3.0,
+    }
     search.on_trial_complete("ray1", failed)
     search.on_trial_complete("ray2", None, error=True)
     scores = [(event["trial"], event["step"]) for event in written if event["event"] == "trial_scored"]
-    ends = [(event["trial"], event["outcome"], event["failure"]) for event in written if event["event"] == "trial_ended"]
+    ends = [
+        (event["trial"], event["outcome"], event["failure"]) for event in written if event["event"] == "trial_ended"
+    ]
     assert scores == [("t001", 8), ("t001", 16)]
     assert ends == [("t001", "stopped", None), ("t002", "failed", "non_finite"), ("t003", "failed", "unknown")]
     states = [trial.state for trial in search._ot_study.trials[1:4]]
@@ -125,19 +143,25 @@ def test_asha_is_filled_again_from_the_ledger() -> None:
     trials.append(finished("t009", "optuna", "failed", (8, 9.0)))
     scheduler = LedgerASHA((8, 16, 32), 2, dev_rows=10**9)
     scheduler.refill(trials)
-    assert scheduler.decide("new", judged(8, 0.24)) == "STOP"  # the median of .1 .2 .3 .4; the failed one does not count
+    assert (
+        scheduler.decide("new", judged(8, 0.24)) == "STOP"
+    )  # the median of .1 .2 .3 .4; the failed one does not count
     assert scheduler.decide("other", judged(8, 0.26)) == "CONTINUE"
     assert scheduler.decide("t001", judged(8, 0.0)) == "CONTINUE"  # a resumed trial is not judged twice
 
 
-@pytest.mark.parametrize(("first", "last", "rungs"), [(8, 32, (8, 16, 32)), (1, 1000, None), (5, 15, (5, 10, 15)), (4, 4, (4,))])
+@pytest.mark.parametrize(
+    ("first", "last", "rungs"), [(8, 32, (8, 16, 32)), (1, 1000, None), (5, 15, (5, 10, 15)), (4, 4, (4,))]
+)
 def test_rungs_are_exact_integers(first: int, last: int, rungs: tuple[int, ...] | None) -> None:
     class Workspace:
         total_steps = 1000
 
     from agent.config import load_config
 
-    config = load_config(None, [f"search.first_rung_steps={first}", f"search.last_rung_steps={last}", "search.reduction_factor=2"])
+    config = load_config(
+        None, [f"search.first_rung_steps={first}", f"search.last_rung_steps={last}", "search.reduction_factor=2"]
+    )
     seen = plan_rungs(config, Workspace())  # type: ignore[arg-type]
     assert seen[0] == first and seen[-1] == last and list(seen) == sorted(set(seen))
     assert rungs is None or seen == rungs

@@ -242,7 +242,5 @@ def test_inference_without_a_model_explains_itself(workspace: Path) -> None:
 
 def test_merger_refuses_a_missing_folder(workspace: Path) -> None:
     script = workspace / "task/repositories/verl/scripts/model_merger.py"
-    result = subprocess.run(
-        [sys.executable, script, "--local_dir", "/nowhere/actor"], capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, script, "--local_dir", "/nowhere/actor"], capture_output=True, text=True)
     assert result.returncode == 2 and "/nowhere/actor" in result.stderr

@@ -152,7 +152,5 @@ def test_self_test_notices_a_checker_that_says_no_to_everything(monkeypatch: pyt
 def test_file_works_alone(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_bytes(Path(grading.__file__).read_bytes())
     command = "import reward; print(reward.compute_score('math', r'\\boxed{0.5}', '1/2'))"
-    result = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "1.0"

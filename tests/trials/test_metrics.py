@@ -41,13 +41,17 @@ def test_prefix_colour_and_repetition_suffix_do_not_matter() -> None:
     assert parse_line(f"Training:  10%|█   | 3/30\r(TaskRunner pid=812) {plain}") == parse_line(plain)
 
 
-@pytest.mark.parametrize("line", ["", "step: 3", "global_step:3 - a:1", "step:x - a:1", "footstep:3 - a:1", "step:3 - x"])
+@pytest.mark.parametrize(
+    "line", ["", "step: 3", "global_step:3 - a:1", "step:x - a:1", "footstep:3 - a:1", "step:3 - x"]
+)
 def test_other_lines_are_not_steps(line: str) -> None:
     assert parse_line(line) is None
 
 
 def test_several_dev_sources_are_weighted_by_rows_and_must_be_complete() -> None:
-    metrics = parse_line("step:1 - val-core/a/acc/mean@1:1.0 - val-core/b/acc/mean@1:0.0 - val-core/a/reward/mean@1:0.3")
+    metrics = parse_line(
+        "step:1 - val-core/a/acc/mean@1:1.0 - val-core/b/acc/mean@1:0.0 - val-core/a/reward/mean@1:0.3"
+    )
     assert metrics is not None
     assert metrics.dev_accuracy({"a": 30, "b": 10}) == 0.75
     assert metrics.dev_accuracy({"a": 30, "b": 10, "c": 5}) is None

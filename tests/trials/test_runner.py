@@ -65,7 +65,12 @@ def test_a_whole_run_completes(make: Callable[..., TrialSpec], tmp_path: Path) -
     ("script", "options", "kind", "words"),
     [
         (steps(1, 2), {}, "ended_early", "exit code 0 after step 2 of 3, although it reported success"),
-        (steps(1) + "\necho 'RuntimeError: boom'; exit 3", {}, "unknown", "exit code 3 after step 1 of 3: RuntimeError: boom"),
+        (
+            steps(1) + "\necho 'RuntimeError: boom'; exit 3",
+            {},
+            "unknown",
+            "exit code 3 after step 1 of 3: RuntimeError: boom",
+        ),
         ("echo 'torch.OutOfMemoryError: CUDA out of memory. Tried'; exit 1", {}, "out_of_memory", "CUDA out of memory"),
         ("echo 'OSError: [Errno 28] No space left on device'; exit 1", {}, "disk_full", "No space left"),
         ("echo \"Could not override 'x.y'\"; exit 1", {}, "bad_configuration", "Could not override"),

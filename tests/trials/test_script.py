@@ -54,7 +54,7 @@ def test_only_the_named_overrides_differ(tmp_path: Path) -> None:
         "trainer.default_local_dir": (None, quote_value("/a b/lr=1e-6,k='x'")),
     }
     old, new = run_with_echo(SCRIPT, tmp_path), run_with_echo(after, tmp_path)
-    assert new == [word.replace("test_freq=8", "test_freq=4") for word in old[:-0 or None]] + [
+    assert new == [word.replace("test_freq=8", "test_freq=4") for word in old[: -0 or None]] + [
         "trainer.default_local_dir=" + quote_value("/a b/lr=1e-6,k='x'")
     ]
 

@@ -47,9 +47,7 @@ def _chain_sum_pool() -> list[Problem]:
     """Distinct reasoning-gym ``chain_sum`` problems with three single-digit terms."""
     from reasoning_gym import create_dataset
 
-    items = create_dataset(
-        "chain_sum", min_terms=3, max_terms=3, min_digits=1, max_digits=1, seed=SEED, size=DRAWS
-    )
+    items = create_dataset("chain_sum", min_terms=3, max_terms=3, min_digits=1, max_digits=1, seed=SEED, size=DRAWS)
     found = (chain_sum_problem(item["question"], item["metadata"]["expression"]) for item in items)
     return list(dict.fromkeys(problem for problem in found if problem is not None))
 

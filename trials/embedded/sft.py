@@ -119,9 +119,7 @@ def demonstration_loss(
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten())
 
 
-def evaluate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]
-) -> list[str]:
+def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> list[str]:
     """One line per source: greedy and sampled accuracy, policy entropy at temperature 1 in nats per token."""
     model.eval()
     lines = []
@@ -162,8 +160,7 @@ def _generate(
     responses = result.sequences[:, inputs.shape[1] :]
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
     scores = [
-        compute_score(problem.source, text, str(problem.answer))
-        for problem, text in zip(problems, texts, strict=True)
+        compute_score(problem.source, text, str(problem.answer)) for problem, text in zip(problems, texts, strict=True)
     ]
     log_p = torch.stack(result.logits, dim=1).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)[responses != tokenizer.pad_token_id].mean()

@@ -62,9 +62,7 @@ class TorchCPUServer:
             self._drain = asyncio.create_task(self._answer_waiting())
         return self._output(await answer, sampling_params)
 
-    async def generate_batch(
-        self, prompts: list[list[int]], sampling_params: list[dict[str, Any]]
-    ) -> list[Any]:
+    async def generate_batch(self, prompts: list[list[int]], sampling_params: list[dict[str, Any]]) -> list[Any]:
         """One answer per prompt, in order."""
         params = [self._params(ids, p) for ids, p in zip(prompts, sampling_params, strict=True)]
         answers: list[Generation] = []

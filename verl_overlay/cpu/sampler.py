@@ -1,7 +1,7 @@
 """verl's replay buffer with a poll interval that fits sub-second steps.
 
-    trainer.v1.sampler.custom_sampler.path=pkg://verl_overlay.cpu.sampler
-    trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer
+trainer.v1.sampler.custom_sampler.path=pkg://verl_overlay.cpu.sampler
+trainer.v1.sampler.custom_sampler.name=FastPollReplayBuffer
 """
 
 from typing import Any
