@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,9 +135,11 @@ def _execute(folder: "RunFolder", config: "AgentConfig") -> None:
     with View(folder.path) as view:
         try:
             submission = Pipeline(folder, config, view.event).execute()
-        finally:
-            report = write_report(folder.path)
-    _tell(submission, report)
+        except AgentError:
+            with suppress(OSError, AgentError):  # the error that stopped the run is the one to show
+                write_report(folder.path)
+            raise
+    _tell(submission, folder.path / "report.html")
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -4,8 +4,8 @@ Each line of `ledger.jsonl` is one JSON object with `event` and `time` (seconds 
 one line and calls fsync. A torn last line, as a power cut leaves it, is skipped when reading and closed before the
 next append. Everything else — status, resume, export, report — is a function of this file.
 
-Events: run_opened, workspace_checked, driver_started, trial_started, trial_scored, trial_ended, decision, stage_started,
-stage_done, stage_failed, published, interrupted, run_finished.
+Events: run_opened, workspace_checked, driver_started, overlay_installed, trial_started, trial_scored, trial_ended, decision,
+stage_started, stage_done, stage_failed, published, interrupted, run_finished.
 """
 
 import json

@@ -94,7 +94,7 @@ class Pipeline:
         with self._interruptible():
             self.clean_up()
             self.record("driver_started", pid=os.getpid())
-            self.stage("overlay", {}, self._install_overlay)
+            self._install_overlay()
             self.stage("baseline", {}, self._run_baseline)
             self._search()
             trial, choice = self._promote_and_train()
@@ -189,16 +189,20 @@ class Pipeline:
 
     # ---- overlay and baseline ------------------------------------------------------------------------------------
 
-    def _install_overlay(self) -> dict[str, Any]:
-        """Append the overlay, everything off, to core_algos.py."""
-        return self._bake({})
+    def _install_overlay(self) -> None:
+        """Append the overlay to core_algos.py, everything off, or as promoted once the full run has begun."""
+        full_run = self.state().full_run
+        self._bake(full_run.configuration if full_run else {})
 
-    def _bake(self, configuration: Configuration) -> dict[str, Any]:
+    def _bake(self, configuration: Configuration) -> None:
+        """Let core_algos.py run this configuration where no environment variable says otherwise."""
         try:
             report = install.install(self.workspace.core_algos, configuration, self.folder.path / "original")
         except install.OverlayError as error:
             raise PreflightError(str(error)) from None
-        return {"original_sha256": report.original_sha256, "installed_sha256": report.installed_sha256}
+        if report.changed:
+            hashes = {"original_sha256": report.original_sha256, "installed_sha256": report.installed_sha256}
+            self.record("overlay_installed", configuration=configuration, **hashes)
 
     def _run_baseline(self) -> dict[str, Any]:
         """Plain GRPO up to the last rung: measures H0, start-up and seconds per step, and is the first in every rung."""
@@ -315,23 +319,32 @@ class Pipeline:
     def plan(self) -> BudgetPlan:
         """What still fits, from the baseline's measurements."""
         state = self.state()
-        receipt = state.stages["baseline"]
         budget = self.config.budget
         return plan_budget(
-            measured=Measured(float(receipt["start_up_s"] or 0.0), float(receipt["step_s"] or 0.0)),
+            measured=self._measured(),
             elapsed_s=elapsed_s(state),
             total_s=budget.total_hours * 3600,
             training_done_s=state.training_s,
             training_limit_s=budget.training_hours * 3600,
             total_steps=self.workspace.total_steps,
             inference_limit_s=budget.inference_minutes * 60,
+            concurrent=self.config.search.concurrent,
         )
+
+    def _measured(self) -> Measured:
+        """Start-up and step time of the baseline."""
+        receipt = self.state().stages["baseline"]
+        return Measured(float(receipt["start_up_s"] or 0.0), float(receipt["step_s"] or 0.0))
 
     def _search(self) -> None:
         state = self.state()
         if "search" in state.stages and len(state.search_trials) >= self.config.search.trials:
             return
         budget = self.plan()
+        measured = self._measured()
+        if budget.search_ends_s < measured.start_up_s + self.rungs[0] * measured.step_s:
+            self.decide("budget", "no search: not even a first rung fits", budget.reason)
+            return
         self.decide("budget", f"search for at most {budget.search_ends_s:.0f} s", budget.reason)
         search_deadline = time.monotonic() + budget.search_ends_s
         self.stage(
@@ -435,6 +448,7 @@ class Pipeline:
             configuration=None,
             stop_step=None,
             keep_script=True,
+            time_limit_s=self.plan().training_ends_s,
             environment=self._threads(1),
             **self._common(FULL, attempt, configuration),
         )
@@ -470,8 +484,8 @@ class Pipeline:
             self._record_end(FULL, ended)
             if ended.outcome == "completed":
                 return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
-            if attempt >= _FULL_RUN_ATTEMPTS:
-                if complete_steps(checkpoints):
+            if ended.outcome == "stopped" or attempt >= _FULL_RUN_ATTEMPTS:
+                if complete_steps(checkpoints) or ended.outcome == "stopped":
                     return {"steps": ended.last_step, "failure": ended.failure}
                 raise StageError(
                     f"the full run failed {attempt} times, at last: {ended.reason}; `export` can still submit"

@@ -382,8 +382,9 @@ def _first_line(error: Exception) -> str:
 
 
 def read_manifest(workspace: Workspace) -> dict[str, str]:
-    """Relative path → SHA-256 of every file of the workspace; very large files by size and modification time."""
-    return {str(path.relative_to(workspace.root)): _digest(path) for path in _files(workspace.root)}
+    """Relative path → SHA-256 of every file below task/ and data/; very large files by size and modification time."""
+    folders = (workspace.root / "task", workspace.root / "data")
+    return {str(path.relative_to(workspace.root)): _digest(path) for folder in folders for path in _files(folder)}
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -65,6 +65,8 @@ class TrialSpec:
     startup_timeout_s: float = 1800.0
     stall_timeout_s: float = 600.0
     """Least time without a step line that counts as a stall; grows with the measured step time."""
+    time_limit_s: float | None = None
+    """Interrupt after this time; what was saved until then counts."""
     grace_s: float = 2.0
     training_env: str | None = None
     """Prefix of the Python environment that runs verl; None is the agent's own."""
@@ -106,7 +108,7 @@ class Ended:
     """How an attempt ended."""
 
     outcome: str
-    """completed, failed or interrupted"""
+    """completed, stopped (its time limit), failed or interrupted (on request)"""
     last_step: int
     seconds: float
     failure: str | None = None
@@ -259,6 +261,8 @@ class Attempt:
     def _ended_by_clock(self) -> Ended | None:
         if self.spec.stop_file and os.path.exists(self.spec.stop_file):
             return self._ended("interrupted", None, "stopped on request")
+        if self.spec.time_limit_s is not None and self._seconds() > self.spec.time_limit_s:
+            return self._ended("stopped", None, f"its time of {self.spec.time_limit_s:.0f} s is over")
         silent_s = time.monotonic() - self._last_line
         if not self._step_times:
             if self._seconds() > self.spec.startup_timeout_s:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from agent.budget import Measured, plan_budget
+from agent.budget import BudgetPlan, Measured, plan_budget
 from agent.ledger import Score, TrialState
 from agent.objective import EntropyBand, entropy_score, forecast_exponent, judge
 from agent.promotion import choose_checkpoint, choose_promotion
@@ -79,20 +79,37 @@ def test_checkpoint_choice_says_what_was_lost() -> None:
     assert unjudged is not None and unjudged.step == 40 and "none of them has been validated" in unjudged.reason
 
 
+def plan(elapsed_h: float, training_done_h: float, concurrent: int = 1) -> BudgetPlan:
+    """48 h wall clock, 24 h of training, 600 s inference, 200 steps of 10 s after a start-up of 100 s."""
+    return plan_budget(
+        measured=Measured(100.0, 10.0),
+        elapsed_s=elapsed_h * 3600,
+        total_s=48 * 3600,
+        training_done_s=training_done_h * 3600,
+        training_limit_s=24 * 3600,
+        total_steps=200,
+        inference_limit_s=600,
+        concurrent=concurrent,
+    )
+
+
 def test_budget_takes_full_run_and_reserve_off_the_top() -> None:
-    plan = plan_budget(
-        measured=Measured(100.0, 10.0), elapsed_s=3600, total_s=48 * 3600, training_done_s=3600,
-        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
-    )  # fmt: skip
-    assert plan.full_run_s == pytest.approx(1.15 * 2100)
-    assert plan.full_run_fits and plan.search_ends_s == pytest.approx(23 * 3600 - 1.15 * 2100)
-    late = plan_budget(
-        measured=Measured(100.0, 10.0), elapsed_s=48 * 3600 - 3000, total_s=48 * 3600, training_done_s=0,
-        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
-    )  # fmt: skip
-    assert not late.full_run_fits and late.search_ends_s == pytest.approx(1800)
-    over = plan_budget(
-        measured=Measured(100.0, 10.0), elapsed_s=50 * 3600, total_s=48 * 3600, training_done_s=0,
-        training_limit_s=24 * 3600, total_steps=200, inference_limit_s=600,
-    )  # fmt: skip
-    assert not over.full_run_fits and over.search_ends_s == 0
+    full_run_s = 1.15 * 2100
+    early = plan(elapsed_h=1, training_done_h=1)
+    assert early.full_run_fits and early.full_run_s == pytest.approx(full_run_s)
+    assert early.search_ends_s == pytest.approx(23 * 3600 - full_run_s)  # training is scarcer than wall clock
+    assert early.training_ends_s == pytest.approx(23 * 3600)
+    late = plan(elapsed_h=40, training_done_h=2)
+    assert late.search_ends_s == pytest.approx(8 * 3600 - 1200 - full_run_s)  # wall clock is scarcer
+
+
+def test_trials_side_by_side_spend_the_training_limit_faster() -> None:
+    assert plan(1, 1, concurrent=2).search_ends_s == pytest.approx((23 * 3600 - 1.15 * 2100) / 2)
+
+
+def test_when_no_full_run_fits_the_search_gets_what_is_left() -> None:
+    short = plan(elapsed_h=48 - 3000 / 3600, training_done_h=0)
+    assert not short.full_run_fits and short.search_ends_s == pytest.approx(1800)
+    assert "the best trial's checkpoint will be submitted" in short.reason
+    over = plan(elapsed_h=50, training_done_h=30)
+    assert not over.full_run_fits and over.search_ends_s == 0 and over.training_ends_s == 0

@@ -239,6 +239,17 @@ def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
     wait_until(lambda: processes_of(run) == [], 10)
 
 
+def test_when_time_is_short_the_best_trial_is_submitted_without_a_full_run(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    result = run_agent(folder, "--set", "budget.training_hours=1e-5")
+    assert result.returncode == 0, result.stderr
+    state = read_state(run)
+    assert state.full_run is None and state.search_trials == []
+    assert [decision["what"] for decision in state.decisions] == ["budget", "promotion", "full run", "checkpoint"]
+    assert "no search" in state.decisions[0]["chosen"] and "no longer fits" in state.decisions[2]["reason"]
+    assert state.published[0]["trial"] == "t000"
+
+
 def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
     """The baseline is whole; every search trial crashes."""
     folder, run = workspace.parent, workspace.parent / "runs" / "run-1"

@@ -94,6 +94,11 @@ def test_a_trial_is_interrupted_at_its_last_rung(make: Callable[..., TrialSpec])
     assert ended.outcome == "completed" and ended.last_step == 2 and ended.seconds < 10
 
 
+def test_a_time_limit_stops_and_keeps_what_was_done(make: Callable[..., TrialSpec]) -> None:
+    found, ended = run(make(steps(1, 2) + "\nsleep 60", time_limit_s=1.0))
+    assert ended.outcome == "stopped" and ended.last_step == 2 and len(found) == 2
+
+
 def test_a_stop_file_interrupts_at_once(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     _, ended = run(make("sleep 60", stop_file=str(tmp_path / "stop")))
