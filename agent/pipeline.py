@@ -6,7 +6,9 @@ Each stage leaves a receipt in the ledger with a hash of its inputs; a resumed r
 import functools
 import json
 import os
+import shutil
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from agent.workspace import Workspace, changed_files, forbidden_changes, read_ma
 from search_spaces.space import Configuration
 from trials.checkpoints import complete_steps, delete_checkpoints, read_checkpoints, repair_tracker
 from trials.guard import sweep
-from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, validations
+from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, trial_scratch, validations
 from trials.script import OverrideValue, differing_overrides
 from verl_overlay import install
 
@@ -170,12 +172,15 @@ class Pipeline:
         sweep(self.folder.tag)
         for script in self.workspace.scripts.glob(f"train_{self.folder.path.name}_t*.sh"):
             script.unlink()
+        shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
         for trial in self.state().trials.values():
             if trial.outcome is None:
                 self._recover(trial)
 
     def _recover(self, trial: TrialState) -> None:
         """Record what a trial did that its driver could not; end it if it had done all."""
+        for attempt in range(1, trial.attempts + 1):
+            shutil.rmtree(trial_scratch(self.folder.tag, trial.trial, attempt), ignore_errors=True)
         known = {score.step for score in trial.scores}
         initial = self._measured_initial_entropy()
         history = read_history(self.folder.trial(trial.trial))
@@ -222,16 +227,18 @@ class Pipeline:
                 self.record("trial_scored", trial=BASELINE, **self._score("baseline", initial)(validation))
 
         ended = self._run_attempt(self.prepare(BASELINE, attempt, "baseline", {}), tell)
-        initial = self._measured_initial_entropy()
+        self._record_end(BASELINE, ended)
         if ended.outcome != "completed":
             raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
+        initial = self._measured_initial_entropy()
         if initial is None or not initial > 0:
             raise StageError(
                 f"the baseline shows no policy entropy (first value: {initial}): the log has neither actor/entropy nor "
                 "actor/entropy_loss; the agent cannot judge methods without it"
             )
-        self._record_end(BASELINE, ended)
-        return {"initial_entropy": initial, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
+        steps = [m.step_s for m in read_history(self.folder.trial(BASELINE)) if m.step_s is not None]
+        step_s = ended.step_s or (statistics.fmean(steps) if steps else 0.0)  # a resumed baseline may end at once
+        return {"initial_entropy": initial, "start_up_s": ended.start_up_s or 0.0, "step_s": step_s}
 
     def _measured_initial_entropy(self) -> float | None:
         """The entropy of the baseline's first training step: the untrained policy's. None when it was not seen."""
@@ -334,7 +341,7 @@ class Pipeline:
     def _measured(self) -> Measured:
         """Start-up and step time of the baseline."""
         receipt = self.state().stages["baseline"]
-        return Measured(float(receipt["start_up_s"] or 0.0), float(receipt["step_s"] or 0.0))
+        return Measured(float(receipt["start_up_s"]), float(receipt["step_s"]))
 
     def _search(self) -> None:
         state = self.state()
@@ -381,6 +388,7 @@ class Pipeline:
             stop_file=self.folder.stop_file,
             on_end=self.delete_losers,
             scratch=self.folder.path / "tune",
+            ray_tmpdir=self.folder.ray_tmpdir,
         )
         self._require_running()
         self.folder.stop_file.unlink(missing_ok=True)

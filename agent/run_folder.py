@@ -16,6 +16,7 @@ from agent.config import AgentConfig, digest, write_config
 from agent.errors import ConfigError, RunFolderError
 from agent.ledger import SCHEMA, Ledger, RunState, fold
 from search_spaces.strict_yaml import YamlError, read_yaml
+from trials.runner import short_scratch
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _PACKAGES = ("ray", "optuna", "torch", "verl", "transformers", "pandas", "pyarrow", "math-verify", "numpy", "pydantic")
@@ -35,6 +36,11 @@ class RunFolder:
     def tag(self) -> str:
         """Marks all processes of the run."""
         return str(self.path)
+
+    @property
+    def ray_tmpdir(self) -> Path:
+        """Where the agent's own Ray keeps its files during a search."""
+        return short_scratch(self.tag)
 
     @property
     def stop_file(self) -> Path:

@@ -8,7 +8,6 @@ driver writes the ledger here, when results arrive. The only file that imports o
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +79,7 @@ def run_search(
     stop_file: Path,
     on_end: Callable[[], None],
     scratch: Path,
+    ray_tmpdir: Path,
 ) -> SearchResult:
     """Run trials until the plan's number has ended, time is over, a person stops it, or the circuit breaker opens.
 
@@ -94,6 +94,7 @@ def run_search(
         stop_file: created to interrupt running trials at once.
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
+        ray_tmpdir: short path for Ray's own files; emptied.
     """
     ended = [trial for trial in state.search_trials if trial.outcome is not None]
     missing = plan.trials - len(ended)
@@ -105,7 +106,7 @@ def run_search(
     stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, stop_file)
     log = scratch.with_suffix(".log")
     shutil.rmtree(scratch, ignore_errors=True)
-    with _private_ray(plan.concurrent, log):
+    with _private_ray(plan.concurrent, ray_tmpdir, log):
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(TrialTrainable, score=score, worst=WORST), {"cpu": 1}),
             tune_config=tune.TuneConfig(
@@ -386,8 +387,8 @@ class _Stopper(_NotSaved, tune.Stopper):  # type: ignore[misc]
 class _private_ray:
     """A Ray of this run's own, for as many trials as run side by side; never joins another cluster."""
 
-    def __init__(self, slots: int, log: Path) -> None:
-        self._slots, self._log = slots, log
+    def __init__(self, slots: int, folder: Path, log: Path) -> None:
+        self._slots, self._folder, self._log = slots, folder, log
 
     def __enter__(self) -> None:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
@@ -402,7 +403,8 @@ class _private_ray:
         )
         logger = logging.getLogger("ray")
         logger.handlers, logger.propagate = [logging.FileHandler(self._log)], False
-        self._folder = tempfile.mkdtemp(prefix="gad", dir="/tmp")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
         ray.init(
             address="local",
             num_cpus=self._slots,
@@ -411,7 +413,7 @@ class _private_ray:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=80 * 2**20,
-            _temp_dir=self._folder,
+            _temp_dir=str(self._folder),
         )
 
     def __exit__(self, *exception: object) -> None:

@@ -15,6 +15,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class Guarded:
         env: Mapping[str, str],
         cwd: Path,
         record: Path,
+        scratch: Path | None = None,
         grace_s: float = 2.0,
     ) -> None:
         """Start `command`.
@@ -49,6 +51,7 @@ class Guarded:
             log: file to which stdout and stderr are appended.
             env: the whole environment of the command.
             cwd: its working directory.
+            scratch: folder that is removed once nothing of the command is left.
             record: file that gets `{"guard_pid": …, "pid": …, "started_s": …}` as JSON.
             grace_s: seconds between TERM and KILL on a stop.
         """
@@ -58,9 +61,15 @@ class Guarded:
         self._received = b""
         self._exit_code: int | None = None
         spec = {
-            "command": list(command), "log": str(log), "cwd": str(cwd), "record": str(record), "grace_s": grace_s,
-            "live": live_read, "status": status_write,
-        }  # fmt: skip
+            "command": list(command),
+            "log": str(log),
+            "cwd": str(cwd),
+            "record": str(record),
+            "scratch": str(scratch or ""),
+            "grace_s": grace_s,
+            "live": live_read,
+            "status": status_write,
+        }
         try:
             subprocess.run(
                 [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps(spec)],
@@ -240,6 +249,8 @@ def _guard(text: str) -> None:
         pass
     _end_descendants(spec["grace_s"] if process.poll() is None else 0.5, lambda: (process.poll(), None)[1])
     exit_code = process.poll()
+    if spec["scratch"]:
+        shutil.rmtree(spec["scratch"], ignore_errors=True)
     try:
         os.write(spec["status"], f"{-signal.SIGTERM if exit_code is None else exit_code}\n".encode())
     except BrokenPipeError:

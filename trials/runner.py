@@ -7,7 +7,6 @@ log. A trial's `metrics.jsonl` gets every step line of every attempt.
 import hashlib
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -81,10 +80,8 @@ class TrialSpec:
 
     @property
     def ray_tmpdir(self) -> Path:
-        """A short private folder for the trial's own Ray (unix socket paths are limited to 107 characters)."""
-        digest = hashlib.sha256(f"{self.run_tag}/{self.trial}/{self.attempt}".encode()).hexdigest()[:10]
-        root = tempfile.gettempdir()
-        return Path(root if len(root) < 20 else "/tmp") / f"ga{digest}"
+        """A private folder for the trial's own Ray; the guard removes it."""
+        return trial_scratch(self.run_tag, self.trial, self.attempt)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,6 +114,17 @@ class Ended:
     """From the start to the first training step."""
     step_s: float | None = None
     """Mean seconds from one training step line to the next, validations and saves included."""
+
+
+def short_scratch(owner: str) -> Path:
+    """A scratch folder with a short path, always the same for an owner: unix socket paths are limited to 107 bytes."""
+    root = tempfile.gettempdir()
+    return Path(root if len(root) < 20 else "/tmp") / f"ga{hashlib.sha256(owner.encode()).hexdigest()[:10]}"
+
+
+def trial_scratch(run_tag: str, trial: str, attempt: int) -> Path:
+    """The scratch folder of one attempt."""
+    return short_scratch(f"{run_tag}/{trial}/{attempt}")
 
 
 class Attempt:
@@ -158,15 +166,15 @@ class Attempt:
             env=environment,
             cwd=Path(spec.cwd),
             record=folder / "process.json",
+            scratch=spec.ray_tmpdir,
             grace_s=spec.grace_s,
         )
 
     def close(self) -> None:
-        """End all processes of the attempt and remove its scratch folder; harmless when repeated."""
+        """End all processes of the attempt; harmless when repeated."""
         if self._guarded is not None:
             self._guarded.close()
             self._guarded = None
-        shutil.rmtree(self.spec.ray_tmpdir, ignore_errors=True)
         if not self.spec.keep_script:
             Path(self.spec.script_path).unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ from trials.script import differing_overrides
 from verl_overlay import install
 
 ROOT = Path(__file__).parents[2]
-RUN_TIMEOUT_S = 150
+RUN_TIMEOUT_S = 300
 
 
 def command(*arguments: str) -> list[str]:
@@ -59,7 +59,7 @@ def processes_of(run: Path) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

@@ -122,3 +122,14 @@ def test_a_killed_guard_is_noticed_and_its_command_is_swept(tmp_path: Path) -> N
     assert is_alive(record["pid"])
     assert record["pid"] in sweep(str(tmp_path))
     wait_for(lambda: not is_alive(record["pid"]))
+
+
+def test_the_scratch_folder_goes_with_the_command_even_when_the_caller_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "nasty.py").write_text(NASTY)
+    (tmp_path / "scratch").mkdir()
+    program = CALLER.replace("grace_s=0.3", "grace_s=0.3, scratch=folder / 'scratch'")
+    caller = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL)
+    pids_in(tmp_path)
+    caller.kill()
+    caller.wait()
+    wait_for(lambda: not (tmp_path / "scratch").exists())
