@@ -197,8 +197,8 @@ class RunState:
     @property
     def initial_entropy(self) -> float | None:
         """H0 in nats per token, once the baseline has measured it."""
-        receipt = self.stages.get("baseline")
-        return float(receipt["initial_entropy"]) if receipt else None
+        value = self.stages.get("baseline", {}).get("initial_entropy")
+        return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
     @property
     def training_s(self) -> float:

@@ -28,7 +28,8 @@ from agent.markup import (
 )
 from agent.objective import EntropyBand
 from agent.promotion import choose_promotion
-from trials.metrics import StepMetrics, metrics_from_json
+from trials.metrics import StepMetrics
+from trials.runner import read_history
 
 REPORT = "report.html"
 BEST_DRAWN = 3
@@ -58,32 +59,7 @@ def write_report(run_folder: Path) -> Path:
 
 def read_curves(run_folder: Path, trials: Iterable[str]) -> dict[str, list[StepMetrics]]:
     """Trial → its steps; a trial without a metrics file has none."""
-    return {trial: read_curve(run_folder / "trials" / trial / "metrics.jsonl") for trial in trials}
-
-
-def read_curve(path: Path) -> list[StepMetrics]:
-    """The steps of a metrics.jsonl, ascending; the newest attempt wins, unreadable lines are skipped."""
-    try:
-        lines = path.read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    steps: dict[int, StepMetrics] = {}
-    for metrics in filter(None, map(_parse_step, lines)):
-        known = steps.get(metrics.step)
-        if known is None or _attempt(metrics) >= _attempt(known):
-            steps[metrics.step] = metrics
-    return [steps[step] for step in sorted(steps)]
-
-
-def _parse_step(line: str) -> StepMetrics | None:
-    try:
-        return metrics_from_json(line)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _attempt(metrics: StepMetrics) -> float:
-    return metrics.get("attempt") or 0.0
+    return {trial: read_history(run_folder / "trials" / trial) for trial in trials}
 
 
 def _add_sizes(published: Iterable[Event]) -> None:
@@ -123,12 +99,6 @@ def describe_method(state: RunState, trial: TrialState) -> str:
     if trial.origin.startswith("preset:"):
         return trial.origin.removeprefix("preset:")
     return f"found by Optuna ({trial.trial})" if trial.origin == "optuna" else trial.origin or trial.trial
-
-
-def initial_entropy(state: RunState) -> float | None:
-    """H0 in nats per token; None while the baseline has not measured it."""
-    value = state.stages.get("baseline", {}).get("initial_entropy")
-    return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
 
 def entropy_band(state: RunState) -> EntropyBand:
@@ -277,7 +247,7 @@ def _status_line(state: RunState) -> str:
 
 def _cards(state: RunState, leader: _Leader) -> Markup:
     score, submission = leader.score, _submission(state)
-    h = format_number(entropy_ratio(score, initial_entropy(state)), 2)
+    h = format_number(entropy_ratio(score, state.initial_entropy), 2)
     role, place = ("Chosen", "checkpoint of") if leader.final else ("Leading", "best so far:")
     where = f"{leader.trial.trial}, step {score.step}"
     published = "published" if state.published else "not published"
@@ -351,7 +321,7 @@ def _comparison(state: RunState, leader: _Leader) -> Markup:
 
 
 def _numbers(state: RunState, score: Score) -> tuple[str, str, str, str]:
-    h = format_number(entropy_ratio(score, initial_entropy(state)))
+    h = format_number(entropy_ratio(score, state.initial_entropy))
     return (
         format_number(score.accuracy),
         format_number(score.entropy, 4),
@@ -430,7 +400,7 @@ def _highest(series: Sequence[Series]) -> float:
 
 
 def _entropy_chart(state: RunState, series: Sequence[Series], x_max: float, leader: _Leader | None) -> Chart:
-    reference, band, highest = initial_entropy(state), entropy_band(state), _highest(series)
+    reference, band, highest = state.initial_entropy, entropy_band(state), _highest(series)
     caption, zone = "Falling towards 0 means that the model always writes the same: entropy collapse.", None
     if reference:
         highest = max(1.3 * band.healthy_high * reference, min(highest, band.exploded * reference))
@@ -543,7 +513,7 @@ def split_time(curve: Sequence[StepMetrics]) -> tuple[float | None, float | None
     for metrics in curve:
         seconds = metrics.get("seconds")
         if metrics.is_training_step and seconds is not None:
-            attempts.setdefault(_attempt(metrics), []).append(seconds)
+            attempts.setdefault(metrics.get("attempt") or 0.0, []).append(seconds)
     if not attempts:
         return None, None, 0
     spans = attempts.values()
@@ -612,7 +582,7 @@ def _submission_facts(submission: Mapping[str, Any]) -> str:
 
 
 def _reference(state: RunState, title: str) -> list[Markup]:
-    band, reference = entropy_band(state), format_number(initial_entropy(state), 4)
+    band, reference = entropy_band(state), format_number(state.initial_entropy, 4)
     rise = f"clip(ln(h/{band.collapsed:g}) / ln({band.healthy_low:g}/{band.collapsed:g}), 0, 1)"
     fall = f"clip(ln(h/{band.healthy_high:g}) / ln({band.exploded:g}/{band.healthy_high:g}), 0, 1)"
     formula = f"objective = dev accuracy × E(h),   h = policy entropy / H0,   H0 = {reference} nats/token\n"

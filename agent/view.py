@@ -27,12 +27,11 @@ from agent.report import (
     Curves,
     describe_outcome,
     entropy_points,
-    initial_entropy,
     last_step,
-    read_curve,
     wall_s,
 )
 from trials.metrics import StepMetrics
+from trials.runner import read_history
 
 SPARK_WIDTH = 12
 _BARS = "▁▂▃▄▅▆▇█"
@@ -131,7 +130,7 @@ class View:
                 stat = path.stat()
                 mark = (stat.st_mtime_ns, stat.st_size)
                 if trial not in self._curves or self._curves[trial][0] != mark:
-                    self._curves[trial] = (mark, read_curve(path))
+                    self._curves[trial] = (mark, read_history(path.parent))
         return {trial: curve for trial, (_, curve) in self._curves.items()}
 
 
@@ -152,7 +151,7 @@ def render_status(
     """
     curves = curves or {}
     trials = _shown(state, rows)
-    reference = initial_entropy(state)
+    reference = state.initial_entropy
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for name, style in _COLUMNS.items():
         table.add_column(name, no_wrap=name not in ("origin", "state"), overflow="fold", **style)

@@ -336,16 +336,18 @@ def _overlay_value(metrics: StepMetrics, name: str) -> float | None:
 def read_history(folder: Path) -> list[StepMetrics]:
     """A trial's steps from its metrics.jsonl, ascending; of a repeated step the newest attempt's. [] without a file."""
     try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / "metrics.jsonl").read_text("utf-8", "replace").splitlines()
     except OSError:
         return []
     steps: dict[int, StepMetrics] = {}
     for line in lines:
         try:
             metrics = metrics_from_json(line)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a line cut off by a crash
-        steps[metrics.step] = metrics
+        known = steps.get(metrics.step)
+        if known is None or (metrics.get("attempt") or 0) >= (known.get("attempt") or 0):
+            steps[metrics.step] = metrics
     return [steps[step] for step in sorted(steps)]
 
 

@@ -13,7 +13,7 @@ import pytest
 from agent.ledger import Event, Ledger, RunState, fold
 from agent.objective import EntropyBand, judge
 from agent.promotion import choose_promotion
-from agent.report import read_curve, read_curves, render_report, write_report
+from agent.report import read_curves, render_report, write_report
 from trials.metrics import StepMetrics
 
 H0, TOTAL, RUNGS = 0.62, 32, (4, 8, 16)
@@ -409,26 +409,6 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     assert not {"script", "img", "b<"} & set(page.tags)
     assert "<script>alert('x')</script>" in page.text
     assert "\x1b" not in page.text and "\x00" not in page.text
-
-
-def test_newest_attempt_wins_and_torn_lines_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [
-        '{"attempt": 1, "step": 2, "actor/entropy": 0.5}',
-        '{"attempt": 2, "step": 2, "actor/entropy": 0.4}',
-    ]
-    lines += [
-        '{"attempt": 1, "step": 1, "actor/entropy": null}',
-        "[1]",
-        "7",
-        '{"step": "x"}',
-        '{"attempt": 2, "st',
-    ]
-    path.write_text("\n".join(lines))
-    curve = read_curve(path)
-    assert [metrics.step for metrics in curve] == [1, 2]
-    assert curve[1].entropy == 0.4 and curve[0].entropy is not None and math.isnan(curve[0].entropy)
-    assert read_curve(tmp_path / "absent") == []
 
 
 def test_chromium_draws_the_page_without_sideways_scrolling(whole: RunBuilder, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Attempts: environment, kinds of ending, resumed histories, without a trainer's cost."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 
 from trials.guard import RUN_TAG
 from trials.health import FailureKind, classify_exit
-from trials.metrics import StepMetrics
 from trials.runner import Attempt, Ended, TrialSpec, Validation, build_environment, read_history, validations
 
 STEP = "echo 'step:{0} - actor/entropy:{1} - actor/pg_loss:0.1 - val-core/d/acc/mean@1:0.{0}'"
@@ -115,10 +115,20 @@ def test_a_resumed_attempt_goes_on_where_the_first_left(make: Callable[..., Tria
     assert [validation.step for validation in validations(history, {"d": 10})] == [1, 2, 3]
 
 
-def test_a_line_cut_off_by_a_crash_is_skipped(tmp_path: Path) -> None:
-    whole = StepMetrics(1, {"actor/entropy": 0.5}).to_json()
-    (tmp_path / "metrics.jsonl").write_text(whole + "\n" + whole[:9])
-    assert [metrics.step for metrics in read_history(tmp_path)] == [1]
+def test_of_a_repeated_step_the_newest_attempt_wins_and_odd_lines_are_skipped(tmp_path: Path) -> None:
+    lines = [
+        '{"attempt": 1, "step": 2, "actor/entropy": 0.5}',
+        '{"attempt": 2, "step": 2, "actor/entropy": 0.4}',
+        '{"attempt": 1, "step": 1, "actor/entropy": null}',
+        "[1]",
+        "7",
+        '{"step": "x"}',
+        '{"attempt": 2, "st',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    history = read_history(tmp_path)
+    assert [metrics.step for metrics in history] == [1, 2] and history[1].entropy == 0.4
+    assert history[0].entropy is not None and math.isnan(history[0].entropy)
     assert read_history(tmp_path / "nowhere") == []
 
 
