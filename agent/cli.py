@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.errors import AgentError, Interrupted
+from agent.errors import AgentError, ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from agent.config import AgentConfig
@@ -89,6 +89,8 @@ def _run(options: argparse.Namespace) -> None:
     overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]
     config = load_config(options.config, overrides)
     config.read_space()
+    if config.training_env is not None and not (config.training_env / "bin").is_dir():
+        raise ConfigError(f"training_env {config.training_env} has no bin/ folder; name a venv or conda prefix")
     folder = new_run_folder(config, options.name)
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)
@@ -109,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _resume(options: argparse.Namespace) -> None:
-    from agent.config import AgentConfig, load_config
+    from agent.config import AgentConfig, load_config, write_config
     from agent.run_folder import find_run_folder, require_same
     from agent.workspace import Workspace, check_workspace, require_sound
 
@@ -121,9 +123,12 @@ def _resume(options: argparse.Namespace) -> None:
         _lock_run(locks, folder)
         state = folder.read_state()
         require_same(state, config, folder)
+        if options.set and state.full_run is not None:
+            raise ConfigError("the full run has begun, so --set can change nothing any more; start a new run")
         workspace = Workspace(config.workspace)
-        require_sound(check_workspace(workspace))
+        require_sound([check for check in check_workspace(workspace) if check.name != "checkpoint folder"])
         _lock_workspace(locks, workspace)
+        write_config(config, folder.path / "config.yaml")
         _execute(folder, config)
 
 
@@ -144,12 +149,13 @@ def _execute(folder: "RunFolder", config: "AgentConfig") -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from agent.pipeline import Pipeline
-    from agent.run_folder import find_run_folder, is_locked
+    from agent.run_folder import find_run_folder, is_locked, require_same
     from agent.view import View
     from agent.workspace import Workspace
 
     folder = find_run_folder(options.runs, options.run)
     config = folder.read_config()
+    require_same(folder.read_state(), config, folder)
     with ExitStack() as locks:
         alone = not is_locked(folder.path / "lock")
         if alone:

@@ -22,11 +22,11 @@ class _Section(BaseModel):
 class BudgetConfig(_Section):
     """Limits of the user's task."""
 
-    total_hours: float = Field(48.0, gt=0)
+    total_hours: float = Field(48.0, gt=0, strict=True)
     """Wall clock from the first start to the submission; down-time counts."""
-    training_hours: float = Field(24.0, gt=0)
+    training_hours: float = Field(24.0, gt=0, strict=True)
     """Training summed over all trials."""
-    inference_minutes: float = Field(10.0, gt=0)
+    inference_minutes: float = Field(10.0, gt=0, strict=True)
     """One run of inference.sh."""
 
     @field_validator("total_hours", "training_hours", "inference_minutes", mode="before")
@@ -94,7 +94,7 @@ class AgentConfig(_Section):
     """Root of the task. If it is the default and does not exist, the embedded workspace is created there."""
     runs: Path = Path("runs")
     """Folder of run folders."""
-    seed: StrictInt = Field(0, ge=0)
+    seed: StrictInt = Field(0, ge=0, lt=2**31)
     """Seed of the sampler."""
     training_env: Path | None = None
     """Prefix of the Python environment that runs verl (a venv or conda prefix); by default the agent's own."""
@@ -152,12 +152,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> AgentConfig
         fields = read_yaml(path) if path else {}
     except YamlError as error:
         raise ConfigError(str(error)) from None
-    for override in overrides:
-        _set(fields, override)
     base = path.parent if path else Path()
-    for key in ("workspace", "runs", "training_env"):
-        if isinstance(fields.get(key), str):
-            fields[key] = str((base / fields[key]).expanduser())
+    try:
+        for override in overrides:
+            _set(fields, override)
+        for key in ("workspace", "runs", "training_env"):
+            if isinstance(fields.get(key), str):
+                fields[key] = str(base / Path(fields[key]).expanduser())
+    except (YamlError, RuntimeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
     try:
         config = AgentConfig.model_validate(fields)
     except ValidationError as error:

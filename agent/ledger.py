@@ -84,7 +84,7 @@ class Ledger:
                 continue
             try:
                 record = json.loads(line)
-                if not isinstance(record, dict) or "event" not in record:
+                if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
                     raise ValueError
             except ValueError:
                 damaged = number
@@ -207,10 +207,20 @@ class RunState:
 
 
 def fold(events: Iterable[Event]) -> RunState:
-    """The state of a run from its events; unknown events are ignored, so that older agents can read newer runs."""
+    """The state of a run from its events; unknown events are ignored, so that older agents can read newer runs.
+
+    Raises:
+        RunFolderError: a known event lacks facts.
+    """
     state = RunState()
-    for event in events:
-        _apply(state, event)
+    for number, event in enumerate(events, start=1):
+        try:
+            _apply(state, event)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunFolderError(
+                f"event {number} of the ledger ({event['event']}) is not complete ({type(error).__name__}: {error}); "
+                "restore the file or remove that line if you know its content"
+            ) from None
     return state
 
 

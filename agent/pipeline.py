@@ -4,7 +4,6 @@ Each stage leaves a receipt in the ledger with a hash of its inputs; a resumed r
 """
 
 import functools
-import json
 import os
 import shutil
 import signal
@@ -19,13 +18,22 @@ from typing import Any
 
 from agent.budget import BudgetPlan, Measured, plan_budget
 from agent.config import AgentConfig, digest
-from agent.errors import AgentError, Interrupted, PreflightError, StageError
+from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
 from agent.objective import judge, score_validation
 from agent.promotion import CheckpointChoice, choose_checkpoint, choose_promotion
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
-from agent.submission import Submission, merge_checkpoint, publish, run_inference, validate_submission
+from agent.submission import (
+    Submission,
+    is_published,
+    merge_checkpoint,
+    publish,
+    restore_outputs,
+    run_inference,
+    run_logged,
+    validate_submission,
+)
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
 from trials.checkpoints import complete_steps, delete_checkpoints, read_checkpoints, repair_tracker
@@ -95,6 +103,7 @@ class Pipeline:
         """
         with self._interruptible():
             self.clean_up()
+            self._require_unchanged_workspace()
             self.record("driver_started", pid=os.getpid())
             self._install_overlay()
             self.stage("baseline", {}, self._run_baseline)
@@ -116,17 +125,18 @@ class Pipeline:
             trial, choice = self.best_checkpoint()
             if self.alone and self.state().full_run is None:
                 self._bake(trial.configuration)
-            submission = self.submit(trial, choice)
+            submission = self.submit(trial, choice, what="checkpoint for export")
         write_report(self.folder.path)
         return submission
 
     def finish(self) -> None:
         """Prove what changed in the workspace and write the report."""
+        self._remove_scripts()
         changed, forbidden = self.workspace_changes()
         state = self.state()
-        self.record(
-            "run_finished", changed_files=changed, forbidden_changes=forbidden, seconds=round(elapsed_s(state), 1)
-        )
+        if state.finished is None or state.published[-1]["time"] > state.finished["time"]:
+            facts = {"changed_files": changed, "forbidden_changes": forbidden}
+            self.record("run_finished", **facts, seconds=round(elapsed_s(state), 1))
         write_report(self.folder.path)
         if forbidden:
             raise StageError(
@@ -136,10 +146,23 @@ class Pipeline:
 
     def workspace_changes(self) -> tuple[list[str], list[str]]:
         """Files that differ from before the run, and those among them that the task's rules forbid."""
-        before = json.loads(self.folder.manifest.read_text())
-        changed = changed_files(before, read_manifest(self.workspace))
+        changed = changed_files(self.folder.read_manifest(), read_manifest(self.workspace))
         generated = [str(self._full_script().relative_to(self.workspace.root))]
         return changed, forbidden_changes(self.workspace, changed, generated)
+
+    def _require_unchanged_workspace(self) -> None:
+        """A run that goes on must find the scripts and data it began with.
+
+        Raises:
+            RunFolderError: naming what differs.
+        """
+        restore_outputs(self.workspace)
+        _, forbidden = self.workspace_changes()
+        if forbidden:
+            raise RunFolderError(
+                f"the workspace is not the one this run began with: {', '.join(forbidden[:5])} changed; restore them or "
+                "start a new run"
+            )
 
     # ---- interruption --------------------------------------------------------------------------------------------
 
@@ -151,31 +174,42 @@ class Pipeline:
             if self._stop.is_set():
                 os._exit(130)
             self._stop.set()
+            os.write(2, b"\nstopping in an orderly way; once more ends at once\n")
             if self.alone:
                 self.folder.stop_file.touch()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except Interrupted as error:
+            self.record("interrupted")
+            raise Interrupted(f"{error}; `python run_agent.py resume {self.folder.path}` goes on") from None
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _require_running(self) -> None:
         if self._stop.is_set():
-            self.record("interrupted")
-            raise Interrupted(f"stopped on request; `python run_agent.py resume {self.folder.path}` goes on")
+            raise Interrupted("stopped on request")
 
     def clean_up(self) -> None:
         """Remove what a killed driver left: processes, scripts, scratch folders; recover what its trials had done."""
         self.folder.stop_file.unlink(missing_ok=True)
         sweep(self.folder.tag)
-        for script in self.workspace.scripts.glob(f"train_{self.folder.path.name}_t*.sh"):
-            script.unlink()
+        self._remove_scripts()
         shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
         for trial in self.state().trials.values():
             if trial.outcome is None:
                 self._recover(trial)
+
+    def _remove_scripts(self) -> None:
+        """Remove the generated scripts of short trials; the run's folder has copies."""
+        for trial in self.state().trials.values():
+            if trial.kind != "full":
+                self._script_of(trial.trial).unlink(missing_ok=True)
+
+    def _script_of(self, trial: str) -> Path:
+        return self.workspace.scripts / f"train_{self.folder.path.name}_{trial}.sh"
 
     def _recover(self, trial: TrialState) -> None:
         """Record what a trial did that its driver could not; end it if it had done all."""
@@ -267,6 +301,10 @@ class Pipeline:
                     self._require_running()
                     return event
                 on_validation(event)
+        except OSError as error:
+            raise StageError(
+                f"cannot write to {spec.folder}: {error.strerror}; free space or fix it, then resume"
+            ) from None
         finally:
             attempt.close()
         raise AssertionError("events() ends with Ended")
@@ -291,7 +329,7 @@ class Pipeline:
         concurrent = 1 if kind == "baseline" else self.config.search.concurrent
         return TrialSpec(
             script=self.workspace.script.render(overrides),
-            script_path=str(self.workspace.scripts / f"train_{self.folder.path.name}_{trial}.sh"),
+            script_path=str(self._script_of(trial)),
             configuration=dict(configuration),
             stop_step=self.rungs[-1],
             environment=self._threads(concurrent),
@@ -345,7 +383,8 @@ class Pipeline:
 
     def _search(self) -> None:
         state = self.state()
-        if "search" in state.stages and len(state.search_trials) >= self.config.search.trials:
+        enough = "search" in state.stages and len(state.search_trials) >= self.config.search.trials
+        if enough or state.full_run is not None:
             return
         budget = self.plan()
         measured = self._measured()
@@ -389,9 +428,11 @@ class Pipeline:
             on_end=self.delete_losers,
             scratch=self.folder.path / "tune",
             ray_tmpdir=self.folder.ray_tmpdir,
+            run_tag=self.folder.tag,
         )
         self._require_running()
         self.folder.stop_file.unlink(missing_ok=True)
+        self._remove_scripts()
         if result.broken:
             raise StageError(f"{result.broken} — fix the cause, then resume; nothing that had finished is lost")
         after = self.state()
@@ -435,7 +476,7 @@ class Pipeline:
         return full, choice
 
     def _full_script(self) -> Path:
-        return self.workspace.scripts / f"train_{self.folder.path.name}_full.sh"
+        return self._script_of(FULL)
 
     def full_run_spec(self, attempt: int, configuration: Configuration) -> TrialSpec:
         """train.sh itself; only trainer.test_freq differs, and that is checked.
@@ -532,40 +573,34 @@ class Pipeline:
             trials.remove(leader)
         raise StageError(f"no trial of {self.folder.path} has a complete checkpoint yet; resume the run first")
 
-    def submit(self, trial: TrialState, choice: CheckpointChoice) -> Submission:
+    def submit(self, trial: TrialState, choice: CheckpointChoice, what: str = "checkpoint") -> Submission:
         """Merge, run inference, validate and publish one checkpoint; finished parts are not repeated."""
         chosen = {"trial": trial.trial, "step": choice.step}
         origin = {**chosen, "attempts": trial.attempts, "configuration": trial.configuration}
         checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
         facts = {"objective": choice.objective, "accuracy": choice.accuracy, "entropy": choice.entropy}
-        self.stage("select", origin, lambda: self._select(trial, choice, {**chosen, **facts, "reason": choice.reason}))
+        self.stage("select", origin, lambda: self._select(what, choice, {**chosen, **facts, "reason": choice.reason}))
         folder = self.folder.submission / f"{trial.trial}_step_{choice.step}"
         folder.mkdir(parents=True, exist_ok=True)
         model, results = folder / "model", folder / "results"
         env = str(self.config.training_env) if self.config.training_env else None
+        must_stop = self._stop.is_set
+        run = functools.partial(run_logged, run_tag=self.folder.tag, training_env=env, must_stop=must_stop)
 
         def merge() -> dict[str, Any]:
-            merge_checkpoint(
-                self.workspace,
-                checkpoint.actor,
-                model,
-                log=folder / "merge.log",
-                run_tag=self.folder.tag,
-                training_env=env,
-            )
+            merge_checkpoint(self.workspace, checkpoint.actor, model, log=folder / "merge.log", run=run)
             return {"model": str(model)}
 
         def infer() -> dict[str, Any]:
-            run_inference(
-                self.workspace, model, results, log=folder / "inference.log", run_tag=self.folder.tag, training_env=env,
-                timeout_s=self.config.budget.inference_minutes * 60,
-            )  # fmt: skip
+            limit_s = self.config.budget.inference_minutes * 60
+            log = folder / "inference.log"
+            run_inference(self.workspace, model, results, log=log, timeout_s=limit_s, run=run)
             return {"results": str(results)}
 
         def validate() -> dict[str, Any]:
             return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
 
-        with Lock(folder / "lock", f"the submission {folder}"):
+        with Lock(folder / "lock", f"the submission {folder}", must_stop):  # waits for an export of the same checkpoint
             for name, work in (("merge", merge), ("inference", infer), ("validate", validate)):
                 self._require_running()
                 receipt = self.stage(name, origin, work)
@@ -573,15 +608,22 @@ class Pipeline:
         self._publish(submission, chosen)
         return submission
 
-    def _select(self, trial: TrialState, choice: CheckpointChoice, facts: dict[str, Any]) -> dict[str, Any]:
-        self.decide("checkpoint", f"{trial.trial} step {choice.step}", choice.reason)
+    def _select(self, what: str, choice: CheckpointChoice, facts: dict[str, Any]) -> dict[str, Any]:
+        self.decide(what, f"{facts['trial']} step {choice.step}", choice.reason)
         return facts
 
     def _publish(self, submission: Submission, chosen: dict[str, Any]) -> None:
         state = self.state()
         if state.published and state.published[-1]["sha256"] == submission.sha256:
-            return
-        previous = self.folder.submission / f"previous_{len(state.published) + 1}"
+            if is_published(submission, self.workspace.outputs):
+                return
+        if not is_published(submission, Path(submission.folder)):
+            raise StageError(
+                f"the files in {submission.folder} changed since they were validated; remove that folder's parent"
+            )
+        number = 1
+        while (previous := self.folder.submission / f"previous_{number}").exists():
+            number += 1
         paths = publish(submission, self.workspace.outputs, previous)
         self.record("published", paths=paths, sha256=submission.sha256, **chosen)
 

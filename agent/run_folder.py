@@ -2,10 +2,12 @@
 
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +20,7 @@ from agent.ledger import SCHEMA, Ledger, RunState, fold
 from search_spaces.strict_yaml import YamlError, read_yaml
 from trials.runner import short_scratch
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _PACKAGES = ("ray", "optuna", "torch", "verl", "transformers", "pandas", "pyarrow", "math-verify", "numpy", "pydantic")
 
 
@@ -59,7 +61,28 @@ class RunFolder:
         return self.path / "trials" / name
 
     def read_state(self) -> RunState:
-        return fold(self.ledger.read())
+        """The fold of the ledger.
+
+        Raises:
+            RunFolderError: the ledger cannot be read or does not begin with run_opened.
+        """
+        state = fold(self.ledger.read())
+        if state.opened is None:
+            raise RunFolderError(f"{self.ledger.path} does not begin with run_opened; restore the file")
+        return state
+
+    def read_manifest(self) -> dict[str, str]:
+        """Hashes of the workspace's files before the run.
+
+        Raises:
+            RunFolderError: missing or damaged.
+        """
+        try:
+            return dict(json.loads(self.manifest.read_text()))
+        except (OSError, ValueError, TypeError):
+            raise RunFolderError(
+                f"{self.manifest} is missing or damaged; without it changes cannot be proven"
+            ) from None
 
     def read_config(self) -> AgentConfig:
         """The resolved configuration the run was started with.
@@ -76,19 +99,23 @@ class RunFolder:
 class Lock:
     """An exclusive lock on a file that the kernel releases when its holder dies; nothing to clean up."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what = path, what
+    def __init__(self, path: Path, what: str, must_stop: Callable[[], bool] = lambda: True) -> None:
+        """A lock that is held elsewhere is refused at once, or waited for until `must_stop`."""
+        self._path, self._what, self._must_stop = path, what, must_stop
         self._file: IO[Any] | None = None
 
     def __enter__(self) -> "Lock":
         writable = os.access(self._path.parent, os.W_OK) and not self._path.exists()
         self._file = self._path.open("a" if writable else "r")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise RunFolderError(f"{self._what} is in use by another agent; wait for it or stop it first") from None
-        return self
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return self
+            except OSError:
+                if self._must_stop():
+                    self._file.close()
+                    raise RunFolderError(f"{self._what} is in use by another agent; wait for it or stop it") from None
+                time.sleep(0.5)
 
     def __exit__(self, *exception: object) -> None:
         assert self._file is not None
@@ -116,7 +143,7 @@ def new_run_folder(config: AgentConfig, name: str | None) -> RunFolder:
     if name is None:
         taken = [int(path.name[4:]) for path in config.runs.glob("run-*") if path.name[4:].isdigit()]
         name = f"run-{max(taken, default=0) + 1}"
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name}: use letters, digits, dot, dash and underscore, at most 64")
     folder = RunFolder(config.runs / name)
     if folder.path.exists():

@@ -26,6 +26,7 @@ from agent.errors import AgentError, StageError
 from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST, standard_error
 from search_spaces.space import Configuration, SearchSpace
+from trials.guard import RUN_TAG
 from trials.health import FailureKind
 from trials.runner import TrialSpec
 from trials.trainable import Scorer, TrialTrainable
@@ -80,6 +81,7 @@ def run_search(
     on_end: Callable[[], None],
     scratch: Path,
     ray_tmpdir: Path,
+    run_tag: str,
 ) -> SearchResult:
     """Run trials until the plan's number has ended, time is over, a person stops it, or the circuit breaker opens.
 
@@ -95,6 +97,7 @@ def run_search(
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
         ray_tmpdir: short path for Ray's own files; emptied.
+        run_tag: marks Ray's processes as the run's.
     """
     ended = [trial for trial in state.search_trials if trial.outcome is not None]
     missing = plan.trials - len(ended)
@@ -106,6 +109,7 @@ def run_search(
     stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, stop_file)
     log = scratch.with_suffix(".log")
     shutil.rmtree(scratch, ignore_errors=True)
+    os.environ[RUN_TAG] = run_tag
     with _private_ray(plan.concurrent, ray_tmpdir, log):
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(TrialTrainable, score=score, worst=WORST), {"cpu": 1}),
@@ -246,7 +250,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         self._completed_trials.add(trial_id)
         name, result = self._started[trial_id], result or {}
         outcome = "failed" if error else str(result.get("outcome", "interrupted"))
-        if outcome == "interrupted" or (outcome == "running" and self._must_stop()):
+        if result.get("failure") == FailureKind.DISK_FULL.value:
+            self.fatal = self.fatal or StageError(f"{name}: {result.get('ending')}; free space, then resume")
+        if self.fatal or outcome == "interrupted" or (outcome == "running" and self._must_stop()):
             self._ot_study.tell(self._ot_trials[trial_id], state=OptunaState.FAIL)
             return
         if not error and outcome != "failed":
@@ -401,6 +407,7 @@ class _private_ray:
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_AIR_NEW_OUTPUT="0",  # the new output engine prints tables even at verbose=0
         )
+        logging.raiseExceptions = False  # a full disk is told once, by the ledger
         logger = logging.getLogger("ray")
         logger.handlers, logger.propagate = [logging.FileHandler(self._log)], False
         shutil.rmtree(self._folder, ignore_errors=True)

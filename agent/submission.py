@@ -6,19 +6,23 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent.errors import StageError
+from agent.errors import Interrupted, StageError
 from agent.tensors import LogitsError, find_model_problem, read_sample_logits
-from agent.workspace import Workspace, read_sample_ids
-from trials.guard import RUN_TAG, Guarded
+from agent.workspace import Workspace, find_vocabulary, read_sample_ids
+from trials.guard import CANNOT_WRITE, RUN_TAG, Guarded
 
 RESULTS = "math_results.parquet"
 LOGITS = "math_results_logits.pt"
+_HELD = ".held_by_agent"
+_MERGE_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -35,28 +39,52 @@ class Submission:
     sha256: dict[str, str]
 
 
+class Runner(Protocol):
+    """`run_logged` with run and environment filled in."""
+
+    def __call__(
+        self, command: list[str], *, what: str, log: Path, cwd: Path, timeout_s: float, environment: dict[str, str]
+    ) -> None: ...
+
+
 def run_logged(
-    command: list[str], *, log: Path, cwd: Path, timeout_s: float, run_tag: str, training_env: str | None, what: str,
-    environment: dict[str, str] | None = None,
-) -> None:  # fmt: skip
+    command: list[str],
+    *,
+    what: str,
+    log: Path,
+    cwd: Path,
+    timeout_s: float,
+    environment: dict[str, str],
+    run_tag: str,
+    training_env: str | None = None,
+    must_stop: Callable[[], bool] = lambda: False,
+) -> None:
     """Run a command under guard and wait for it.
 
     Raises:
         StageError: it failed or took too long; the message quotes the log's last line.
+        Interrupted: `must_stop` became true.
     """
     prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("RAY_")}
-    env.update({"PATH": f"{prefix}{os.pathsep}{env.get('PATH', os.defpath)}", RUN_TAG: run_tag, **(environment or {})})
+    env.update({"PATH": f"{prefix}{os.pathsep}{env.get('PATH', os.defpath)}", RUN_TAG: run_tag, **environment})
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
     guarded = Guarded(command, log=log, env=env, cwd=cwd, record=log.with_suffix(".process.json"))
     deadline = time.monotonic() + timeout_s
     try:
         while (exit_code := guarded.poll()) is None:
+            if must_stop():
+                raise Interrupted(f"{what} was stopped on request")
             if time.monotonic() > deadline:
                 raise StageError(f"{what} took longer than {timeout_s:.0f} s and was stopped; see {log}")
             time.sleep(0.1)
     finally:
         guarded.close()
+    if exit_code == CANNOT_WRITE:
+        raise StageError(
+            f"{what} could not start: {log.parent} cannot be written (disk full?); free space, then resume"
+        )
     if exit_code != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip()[:300] if lines else "the log is empty"
@@ -66,9 +94,7 @@ def run_logged(
 # ---- merge ------------------------------------------------------------------------------------------------------------
 
 
-def merge_checkpoint(
-    workspace: Workspace, actor: Path, target: Path, *, log: Path, run_tag: str, training_env: str | None
-) -> None:
+def merge_checkpoint(workspace: Workspace, actor: Path, target: Path, *, log: Path, run: Runner) -> None:
     """Turn a checkpoint's shards into a Hugging Face model at `target`, with the workspace's own merger.
 
     Raises:
@@ -80,10 +106,8 @@ def merge_checkpoint(
     takes_target = "--target_dir" in workspace.merger.read_text(errors="replace")
     if takes_target:
         command += ["--target_dir", str(staging)]
-    run_logged(
-        command, log=log, cwd=workspace.verl, timeout_s=3600, run_tag=run_tag, training_env=training_env, what="the merge",
-        environment={"PYTHONPATH": str(workspace.verl)},
-    )  # fmt: skip
+    environment = {"PYTHONPATH": str(workspace.verl)}
+    run(command, what="the merge", log=log, cwd=workspace.verl, timeout_s=_MERGE_LIMIT_S, environment=environment)
     if not takes_target:
         shutil.copytree(actor / "huggingface", staging)
     problem = find_model_problem(staging, workspace.base_model)
@@ -96,52 +120,51 @@ def merge_checkpoint(
 # ---- inference --------------------------------------------------------------------------------------------------------
 
 
-def run_inference(
-    workspace: Workspace,
-    model: Path,
-    target: Path,
-    *,
-    log: Path,
-    timeout_s: float,
-    run_tag: str,
-    training_env: str | None,
-) -> None:
+def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path, timeout_s: float, run: Runner) -> None:
     """Run the workspace's inference.sh on a model and collect its two files in `target`.
 
-    The script is told the folder by OUTPUT_DIR. One that ignores it writes to data/outputs/: then fresh files are taken
-    from there and what lay there before is put back.
+    The script is told the folder by OUTPUT_DIR. One that does not know that variable writes to data/outputs/: what lies
+    there is moved aside first and moved back afterwards, whatever happens; after a crash the next call moves it back.
 
     Raises:
         StageError: the script failed, took too long or left no result.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    outputs = {name: workspace.outputs / name for name in (RESULTS, LOGITS)}
-    aside = target.with_name(target.name + ".previous")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    held = {name: path.stat().st_mtime_ns for name, path in outputs.items() if path.exists()}
-    for name in held:
-        os.link(outputs[name], aside / name) if _same_device(outputs[name], aside) else shutil.copy2(
-            outputs[name], aside
-        )
-    run_logged(
-        ["bash", str(workspace.inference_script), str(model)], log=log, cwd=workspace.scripts, timeout_s=timeout_s,
-        run_tag=run_tag, training_env=training_env, what="inference.sh", environment={"OUTPUT_DIR": str(target)},
-    )  # fmt: skip
-    for name, path in outputs.items():
-        if not (target / name).exists() and path.exists() and path.stat().st_mtime_ns != held.get(name):
-            shutil.move(path, target / name)
-            if name in held:
-                shutil.copy2(aside / name, path)
-    shutil.rmtree(aside)
-    missing = [name for name in outputs if not (target / name).exists()]
+    restore_outputs(workspace)
+    command = ["bash", str(workspace.inference_script), str(model)]
+    if not _knows_output_dir(workspace):
+        _move_files(workspace.outputs, workspace.outputs / _HELD)
+    try:
+        environment = {"OUTPUT_DIR": str(target)}
+        run(command, what="inference.sh", log=log, cwd=workspace.scripts, timeout_s=timeout_s, environment=environment)
+        if not _knows_output_dir(workspace):
+            _move_files(workspace.outputs, target)
+    finally:
+        restore_outputs(workspace)
+    missing = [name for name in (RESULTS, LOGITS) if not (target / name).exists()]
     if missing:
         raise StageError(f"inference.sh ended well but left no {' and no '.join(missing)} in {target}; see {log}")
 
 
-def _same_device(one: Path, other: Path) -> bool:
-    return one.stat().st_dev == other.stat().st_dev
+def restore_outputs(workspace: Workspace) -> None:
+    """Move back what an inference that writes to data/outputs/ had moved aside."""
+    held = workspace.outputs / _HELD
+    if held.is_dir():
+        _move_files(held, workspace.outputs)
+        shutil.rmtree(held)
+
+
+def _knows_output_dir(workspace: Workspace) -> bool:
+    scripts = (workspace.inference_script, workspace.scripts / "inference.py")
+    return any("OUTPUT_DIR" in script.read_text(errors="replace") for script in scripts)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for name in (RESULTS, LOGITS):
+        if (source / name).exists():
+            shutil.move(source / name, target / name)
 
 
 # ---- validate ---------------------------------------------------------------------------------------------------------
@@ -174,7 +197,10 @@ def validate_submission(folder: Path, test_file: Path, model: Path) -> Submissio
 
 def read_vocabulary(model: Path) -> int:
     """The model's vocabulary size (not the tokenizer's length, which is smaller for Qwen2.5)."""
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+    vocabulary: int | None = find_vocabulary(model)
+    if vocabulary is None:
+        raise StageError(f"{model}/config.json names no vocab_size")
+    return vocabulary
 
 
 def _check_results(path: Path, expected_ids: list[int]) -> tuple[list[str], list[str]]:
@@ -225,16 +251,16 @@ def _check_logits(path: Path, outputs: list[str], vocabulary: int) -> tuple[list
 
 
 def score_outputs(test_file: Path, outputs: list[str]) -> float | None:
-    """Share of right answers by math-verify, where the test file has answers and math-verify is installed."""
-    table = pq.read_table(test_file)
-    if "reward_model" not in table.column_names:
-        return None
+    """Share of right answers by math-verify; None where the test file has no answers or math-verify is not installed."""
     try:
         from trials.grading import compute_score
 
-        rewards = table.column("reward_model").to_pylist()
-        scores = [compute_score("", text, row["ground_truth"]) for text, row in zip(outputs, rewards, strict=True)]
-    except ImportError:
+        rewards = pq.read_table(test_file, columns=["reward_model"]).column("reward_model").to_pylist()
+        answers = [reward["ground_truth"] for reward in rewards]
+        if None in answers:
+            return None
+        scores = [compute_score("", text, answer) for text, answer in zip(outputs, answers, strict=True)]
+    except (ImportError, pa.ArrowException, KeyError, TypeError):
         return None
     return sum(scores) / len(scores)
 
@@ -252,23 +278,27 @@ def file_sha256(path: Path) -> str:
 
 
 def publish(submission: Submission, outputs: Path, keep_previous_in: Path) -> list[str]:
-    """Put a validated submission into `outputs` by rename; what it replaces is kept. Returns the published paths.
+    """Put copies of a validated submission into `outputs` by rename; what it replaces is kept. Returns the paths.
+
+    Copies and not links: the published files and those of the run must not change together.
+
+    Args:
+        submission: a validated one.
+        outputs: where the task wants the files.
+        keep_previous_in: a folder that does not exist yet; created if something is replaced.
 
     Raises:
         StageError: the folder cannot be written; nothing was replaced then.
     """
     source = Path(submission.folder)
-    staged: list[tuple[Path, Path]] = []
+    staged = [(outputs / f".{name}.publishing", outputs / name) for name in (RESULTS, LOGITS)]
     try:
-        for name in (RESULTS, LOGITS):
-            temporary = outputs / f".{name}.publishing"
-            temporary.unlink(missing_ok=True)
-            _link_or_copy(source / name, temporary)
-            staged.append((temporary, outputs / name))
+        for temporary, final in staged:
+            _copy(source / final.name, temporary)
         for _, final in staged:
             if final.exists():
                 keep_previous_in.mkdir(parents=True, exist_ok=True)
-                _link_or_copy(final, keep_previous_in / final.name)
+                _copy(final, keep_previous_in / final.name)
         for temporary, final in staged:
             temporary.rename(final)
         _sync_folder(outputs)
@@ -283,14 +313,19 @@ def publish(submission: Submission, outputs: Path, keep_previous_in: Path) -> li
     return [str(final) for _, final in staged]
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    if _same_device(source, target.parent):
-        os.link(source, target)
-    else:
-        shutil.copy2(source, target)
-        with target.open("rb") as file:
-            os.fsync(file.fileno())
+def is_published(submission: Submission, outputs: Path) -> bool:
+    """Whether `outputs` holds exactly this submission."""
+    return all(
+        (outputs / name).is_file() and file_sha256(outputs / name) == digest
+        for name, digest in submission.sha256.items()
+    )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A durable copy."""
+    shutil.copy2(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

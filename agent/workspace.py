@@ -1,6 +1,7 @@
 """The workspace: every path of the task, checks before anything starts, and proof that only the allowed files changed."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.errors import PreflightError
+from trials.checkpoints import read_checkpoints
 from trials.script import ScriptError, TrainScript
 from verl_overlay import install
 
@@ -181,17 +183,19 @@ class Workspace:
 def check_workspace(workspace: Workspace) -> list[CheckResult]:
     """All preflight checks; nothing is written. The list is complete: one defect does not hide another."""
     results = [
+        _check_root(workspace.root),
         _check_file("training script", workspace.train_script),
         _check_file("inference script", workspace.inference_script),
         _check_file("inference program", workspace.scripts / "inference.py"),
         _check_file("model merger", workspace.merger),
         _check_file("verl core_algos.py", workspace.core_algos, writable=True),
-        _check_folder("outputs folder", workspace.outputs),
+        _check_outputs(workspace.outputs),
         _check_folder("scripts folder", workspace.scripts),
     ]
-    if results[0].problem is None:
+    problems = {result.name for result in results if result.problem}
+    if "training script" not in problems:
         results += _check_script(workspace)
-    if results[4].problem is None:
+    if "verl core_algos.py" not in problems:
         results.append(_check_overlay(workspace))
     return results
 
@@ -223,6 +227,21 @@ def _check_folder(name: str, path: Path) -> CheckResult:
     return CheckResult(name, str(path))
 
 
+def _check_root(root: Path) -> CheckResult:
+    if "'" in str(root) or "\n" in str(root):
+        return CheckResult(
+            "workspace", str(root), f"{root}: Hydra cannot take a path with an apostrophe; move the workspace"
+        )
+    return CheckResult("workspace", str(root))
+
+
+def _check_outputs(path: Path) -> CheckResult:
+    blocked = [name for name in ("math_results.parquet", "math_results_logits.pt") if (path / name).is_dir()]
+    if blocked:
+        return CheckResult("outputs folder", "blocked", f"{path / blocked[0]} is a folder; remove it")
+    return _check_folder("outputs folder", path)
+
+
 def _may(path: Path, mode: int) -> bool:
     """os.access, but without root's blanket yes: a file without any write bit is meant not to be written."""
     bits = path.stat().st_mode
@@ -241,7 +260,14 @@ def _check_script(workspace: Workspace) -> list[CheckResult]:
         return [
             CheckResult("training script content", "no step count", f"{workspace.train_file}: {_first_line(error)}")
         ]
+    if steps < 1:
+        return [
+            CheckResult(
+                "training schedule", f"{steps} steps", f"{workspace.train_script}: {steps} steps cannot be trained"
+            )
+        ]
     results = [CheckResult("training schedule", f"{steps} steps, a checkpoint every {save_freq}")]
+    results.append(_check_checkpoint_folder(workspace))
     if script.overrides.get("algorithm.adv_estimator") != "grpo":
         value = script.overrides.get("algorithm.adv_estimator")
         results.append(
@@ -273,6 +299,20 @@ def _kinds_of_answers(path: Path) -> str:
     return " and ".join(sorted({_kind_of_answer(reward["ground_truth"]) for reward in rewards}))
 
 
+def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
+    """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
+    name = "checkpoint folder"
+    try:
+        folder = workspace.setting("trainer.default_local_dir")
+    except PreflightError as error:
+        return CheckResult(name, "unknown", str(error))
+    if folder is None or not Path(folder).is_absolute():
+        return CheckResult(name, "in the run's folder")
+    if read_checkpoints(Path(folder)):
+        return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
+    return CheckResult(name, folder)
+
+
 def _check_model(workspace: Workspace) -> CheckResult:
     try:
         path = workspace.base_model
@@ -280,7 +320,19 @@ def _check_model(workspace: Workspace) -> CheckResult:
         return CheckResult("base model", "unknown", str(error))
     if not (path / "config.json").is_file():
         return CheckResult("base model", "missing", f"{path}/config.json does not exist; put the base model there")
+    if find_vocabulary(path) is None:
+        return CheckResult("base model", "no vocab_size", f"{path}/config.json is not JSON or names no vocab_size")
     return CheckResult("base model", str(path))
+
+
+def find_vocabulary(model: Path) -> int | None:
+    """The vocabulary size in a model's config.json (also of its text part), None when it names none."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _check_parquet(name: str, path: Path) -> CheckResult:
@@ -394,7 +446,10 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError as error:  # a dangling link
+        return f"unreadable: {error.strerror}"
     if stat.st_size > _LARGE_FILE_BYTES:
         return f"size {stat.st_size}, modified {stat.st_mtime_ns}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -406,7 +461,14 @@ def changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 def forbidden_changes(workspace: Workspace, changed: list[str], generated: list[str]) -> list[str]:
-    """Changes that the task's rules do not allow: all but core_algos.py, data/outputs/ and generated scripts."""
+    """Changes that the task's rules do not allow.
+
+    Allowed are core_algos.py, data/outputs/, generated scripts and the folder into which train.sh itself saves.
+    """
+    saves = workspace.setting("trainer.default_local_dir")
+    if saves and Path(saves).is_relative_to(workspace.root):
+        inside = str(Path(saves).relative_to(workspace.root)) + "/"
+        changed = [path for path in changed if not path.startswith(inside)]
     allowed = {str(workspace.core_algos.relative_to(workspace.root)), *generated}
     outputs = str(workspace.outputs.relative_to(workspace.root)) + "/"
     return [path for path in changed if path not in allowed and not path.startswith(outputs)]

@@ -12,6 +12,7 @@ Linux only. This file is also the guard's program and imports nothing outside th
 """
 
 import ctypes
+import errno
 import json
 import os
 import select
@@ -21,13 +22,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 RUN_TAG = "GRPO_AGENT_RUN"
 """Environment variable that marks every process of a run with the run's folder."""
 
+CANNOT_WRITE = 74
+"""Exit code when the guard cannot write its files (EX_IOERR of sysexits.h); the command was not left running."""
+
+ATTEMPT_TAG = "GRPO_AGENT_ATTEMPT"
+"""Environment variable that marks every process of one attempt."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
+_IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 class Guarded:
@@ -115,17 +125,16 @@ class Guarded:
             self._status = -1
 
 
-def sweep(tag: str, *, spare: Sequence[int] = (), grace_s: float = 3.0) -> list[int]:
-    """End every process whose environment has `GRPO_AGENT_RUN=<tag>`, except `spare` and this one.
+def sweep(tag: str, *, variable: str = RUN_TAG, grace_s: float = 3.0) -> list[int]:
+    """End every process whose environment has `GRPO_AGENT_RUN=<tag>` (or another variable), except this one.
 
     Returns the process ids that were ended. Used at start-up, when no driver of the run is alive (its lock is free), to
     remove what a killed guard or a killed Ray head left behind. Processes are never chosen by name.
     """
-    keep = {os.getpid(), *spare}
     ended: set[int] = set()
     deadline = time.monotonic() + grace_s
     while True:
-        found = [pid for pid in _pids() if pid not in keep and _has_tag(pid, tag) and _state(pid) not in ("Z", "X", "")]
+        found = [pid for pid in _pids() if pid != os.getpid() and _has_tag(pid, f"{variable}={tag}") and _is_alive(pid)]
         if not found or time.monotonic() > deadline + 10:
             return sorted(ended)
         for pid in found:
@@ -139,7 +148,7 @@ def _has_tag(pid: int, tag: str) -> bool:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-    return f"{RUN_TAG}={tag}".encode() in environ.split(b"\0")
+    return tag.encode() in environ.split(b"\0")
 
 
 def _pids() -> list[int]:
@@ -155,9 +164,9 @@ def _stat(pid: int) -> list[str]:
     return text[text.rindex(")") + 2 :].split()
 
 
-def _state(pid: int) -> str:
+def _is_alive(pid: int) -> bool:
     fields = _stat(pid)
-    return fields[0] if fields else ""
+    return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def _descendants() -> list[int]:
@@ -193,7 +202,7 @@ def _reap() -> None:
         pass
 
 
-def _end_descendants(grace_s: float, tick: Callable[[], None]) -> None:
+def _end_descendants(grace_s: float, tick: Callable[[], object]) -> None:
     deadline = time.monotonic() + grace_s
     asked: set[int] = set()
     while left := _descendants():
@@ -221,41 +230,44 @@ def _guard(text: str) -> None:
     spec = json.loads(text)
     if os.fork():
         os._exit(0)
-    ignored = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    for number in ignored:
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        exit_code = _run_command(spec)
+    except OSError as error:
+        exit_code = CANNOT_WRITE if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES) else 127
+        with suppress(OSError):
+            os.write(2, f"cannot start {spec['command'][0]}: {error}\n".encode())
+        _end_descendants(0.5, _reap)
+    if spec["scratch"]:
+        shutil.rmtree(spec["scratch"], ignore_errors=True)
+    with suppress(BrokenPipeError):
+        os.write(spec["status"], f"{exit_code}\n".encode())
+    os._exit(0)
 
-    def restore_signals() -> None:
-        for number in ignored:
-            signal.signal(number, signal.SIG_DFL)
 
+def _run_command(spec: dict[str, Any]) -> int:
+    """Run the command until it ends or the caller is gone, then end what is left of it; returns its exit code."""
     with open(spec["log"], "ab", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        try:
-            process = subprocess.Popen(
-                spec["command"], cwd=spec["cwd"], stdin=subprocess.DEVNULL, preexec_fn=restore_signals,
-                start_new_session=True, close_fds=True,
-            )  # fmt: skip
-        except OSError as error:
-            log.write(f"cannot start {spec['command'][0]}: {error}\n".encode())
-            os.write(spec["status"], b"127\n")
-            os._exit(0)
+    process = subprocess.Popen(
+        spec["command"], cwd=spec["cwd"], stdin=subprocess.DEVNULL, preexec_fn=_restore_signals, start_new_session=True
+    )
     _write_record(spec["record"], os.getpid(), process.pid)
     poller = select.poll()
     poller.register(spec["live"], select.POLLIN | select.POLLHUP)
     while process.poll() is None and not poller.poll(200):
         pass
-    _end_descendants(spec["grace_s"] if process.poll() is None else 0.5, lambda: (process.poll(), None)[1])
+    _end_descendants(spec["grace_s"] if process.poll() is None else 0.5, process.poll)
     exit_code = process.poll()
-    if spec["scratch"]:
-        shutil.rmtree(spec["scratch"], ignore_errors=True)
-    try:
-        os.write(spec["status"], f"{-signal.SIGTERM if exit_code is None else exit_code}\n".encode())
-    except BrokenPipeError:
-        pass
-    os._exit(0)
+    return -signal.SIGTERM if exit_code is None else exit_code
+
+
+def _restore_signals() -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
+from trials.guard import CANNOT_WRITE
 from trials.metrics import StepMetrics
 
 
@@ -49,9 +50,14 @@ def classify_exit(
     exit_code: int | None, log_tail: Sequence[str], last_step: int, expected_step: int
 ) -> tuple[FailureKind, str]:
     """Kind and one-line reason of an attempt that ended before its expected step."""
+    log_tail = [
+        line for line in log_tail if "Warning" not in line
+    ]  # verl warns about every engine that is not installed
     text = "\n".join(log_tail)
     decisive = decisive_line(log_tail)
     where = f"ended with exit code {exit_code} after step {last_step} of {expected_step}"
+    if exit_code == CANNOT_WRITE:
+        return FailureKind.DISK_FULL, f"{where}: the attempt's folder cannot be written"
     for kind, pattern in _SIGNS:
         match = pattern.search(text)
         if match:

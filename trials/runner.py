@@ -7,6 +7,7 @@ log. A trial's `metrics.jsonl` gets every step line of every attempt.
 import hashlib
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trials.guard import RUN_TAG, Guarded
+from trials.guard import ATTEMPT_TAG, RUN_TAG, Guarded, sweep
 from trials.health import FailureKind, classify_exit, is_non_finite
 from trials.metrics import LineJoiner, StepMetrics, metrics_from_json
 
@@ -151,7 +152,7 @@ class Attempt:
         spec, folder = self.spec, self.spec.attempt_folder
         folder.mkdir(parents=True, exist_ok=True)
         Path(spec.cwd).mkdir(parents=True, exist_ok=True)
-        environment = build_environment(spec, os.environ)
+        environment = {**build_environment(spec, os.environ), ATTEMPT_TAG: self._attempt_tag()}
         for path in (Path(spec.script_path), folder / "train.sh"):
             path.write_text(spec.script)
             path.chmod(0o755)
@@ -174,9 +175,14 @@ class Attempt:
         """End all processes of the attempt; harmless when repeated."""
         if self._guarded is not None:
             self._guarded.close()
+            if self._guarded.poll() == -signal.SIGKILL:  # the guard itself was killed, or its command
+                sweep(self._attempt_tag(), variable=ATTEMPT_TAG)
             self._guarded = None
         if not self.spec.keep_script:
             Path(self.spec.script_path).unlink(missing_ok=True)
+
+    def _attempt_tag(self) -> str:
+        return f"{self.spec.run_tag}/{self.spec.trial}/{self.spec.attempt}"
 
     # ---- what happens --------------------------------------------------------------------------------------------
 

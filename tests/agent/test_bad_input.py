@@ -85,6 +85,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "null prompt": (null_prompt, ("dev.parquet row 3", "prompt")),
     "no reward column": (without_reward, ("train.parquet", "['reward_model'] are missing")),
     "repeated ids": (repeated_ids, ("test.parquet", "sample_id must hold unique integers")),
+    "a folder in the way": (
+        lambda w: (w / "data/outputs/math_results.parquet").mkdir(),
+        ("math_results.parquet is a folder",),
+    ),
+    "no vocabulary": (lambda w: (w / "data/checkpoints/base/config.json").write_text("{}"), ("names no vocab_size",)),
     "outputs not writable": (lambda w: (w / "data/outputs").chmod(0o555), ("data/outputs is not writable",)),
     "core_algos not writable": (lambda w: (w / CORE).chmod(0o444), ("core_algos.py is not writable",)),
     "core_algos edited": (edit(CORE, "def agg_loss(", "def other_loss("), ("agg_loss",)),
@@ -122,6 +127,9 @@ CONFIGS = [
     ("search: {trials: '8'}", "search.trials"),
     ("budget: {total_hours: 48:00:00}", "'48:00:00' is a clock time"),
     ("budget: {total_hours: no}", "budget.total_hours"),
+    ("budget: {total_hours: true}", "budget.total_hours"),
+    ("seed: 4294967296", "seed"),
+    ("training_env: nowhere", "has no bin/ folder"),
     ("objective: {collapsed: 0.9}", "does not hold"),
     ("search: {trials: 3}\nsearch: {trials: 4}", "line 2: the key 'search' appears twice"),
     ("search: {space: nowhere.yaml}", "nowhere.yaml"),
@@ -165,6 +173,9 @@ def test_paths_are_relative_to_the_configuration_file(tmp_path: Path) -> None:
         (("export", "nothing"), 4, "no run 'nothing'"),
         (("status",), 4, "no run in"),
         (("--name", "../x"), 2, "--name ../x"),
+        (("--name", "x\n"), 2, "--name x"),
+        (("--set", "search={a: 1, a: 2}"), 2, "the key 'a' appears twice"),
+        (("--set", "workspace=~nosuchuser/x"), 2, "home directory"),
     ],
 )
 def test_wrong_usage_is_refused(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str) -> None:

@@ -83,3 +83,14 @@ def test_fold_follows_attempts_scores_and_ends(ledger: Ledger) -> None:
     ledger.append("an event of a later version", trial="t009")
     state = fold(ledger.read())
     assert state.trials["t001"].outcome == "completed" and state.training_s == 12.5 and state.initial_entropy == 0.4
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event": "trial_scored", "time": 1, "trial": "t9"}', '{"event": "trial_started", "time": 1}']
+)
+def test_an_event_that_lacks_facts_is_named(ledger: Ledger, line: str) -> None:
+    ledger.append("a")
+    with ledger.path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RunFolderError, match=r"event 2 of the ledger .* is not complete"):
+        fold(ledger.read())

@@ -1,12 +1,13 @@
 """A real two-step verl training through guard, parser and ledger, and its real checkpoint merged, run and validated."""
 
+import functools
 import json
 import math
 from pathlib import Path
 
 from agent.ledger import Ledger, fold
 from agent.objective import EntropyBand, score_validation
-from agent.submission import merge_checkpoint, publish, run_inference, validate_submission
+from agent.submission import merge_checkpoint, publish, run_inference, run_logged, validate_submission
 from agent.workspace import Workspace, changed_files, check_workspace, forbidden_changes, read_manifest
 from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
@@ -66,10 +67,9 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
 
     model, results = run / "model", run / "results"
     actor = trial / "checkpoints" / "global_step_2" / "actor"
-    merge_checkpoint(workspace, actor, model, log=run / "merge.log", run_tag=str(run), training_env=None)
-    run_inference(
-        workspace, model, results, log=run / "inference.log", timeout_s=120, run_tag=str(run), training_env=None
-    )
+    run_command = functools.partial(run_logged, run_tag=str(run))
+    merge_checkpoint(workspace, actor, model, log=run / "merge.log", run=run_command)
+    run_inference(workspace, model, results, log=run / "inference.log", timeout_s=120, run=run_command)
     submission = validate_submission(results, workspace.test_file, model)
     assert submission.samples > 0 and 0 < submission.mean_entropy < math.log(128)
     assert submission.accuracy is not None and 0 <= submission.accuracy <= 1

@@ -175,10 +175,28 @@ def test_resuming_a_finished_run_repeats_nothing(finished: tuple[Path, Path, dic
     assert (len(events(run, "trial_started")), len(events(run, "published"))) == before
 
 
+def test_a_lost_publication_is_made_again_and_foreign_scripts_stay(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    folder, run, _ = finished
+    outputs = folder / "workspace" / "data" / "outputs"
+    digest = (outputs / "math_results_logits.pt").read_bytes()
+    for path in outputs.iterdir():
+        path.unlink()
+    foreign = folder / "workspace" / "task" / "scripts" / "train_run-1_test.sh"
+    foreign.write_text("a person's own")
+    refused = run_agent(folder, "resume")
+    assert refused.returncode == 4 and "train_run-1_test.sh changed" in refused.stderr
+    assert foreign.read_text() == "a person's own"
+    foreign.unlink()
+    assert run_agent(folder, "resume").returncode == 0
+    assert (outputs / "math_results_logits.pt").read_bytes() == digest and len(events(run, "published")) == 2
+
+
 def test_a_resume_may_not_change_what_the_run_depends_on(finished: tuple[Path, Path, dict[str, str]]) -> None:
     folder, _, _ = finished
     result = run_agent(folder, "resume", "--set", "seed=7", "--set", "objective.collapsed=0.1")
     assert result.returncode == 4
+    late = run_agent(folder, "resume", "--set", "search.trials=20")
+    assert late.returncode == 2 and "the full run has begun" in late.stderr
     assert "seed: 0 → 7" in result.stderr and "objective.collapsed: 0.05 → 0.1" in result.stderr
 
 
@@ -223,6 +241,33 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
     assert len(events(run, "published")) == 1
     wait_until(lambda: processes_of(run) == [], 10)
+
+
+def test_a_workspace_that_changed_meanwhile_is_refused(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    start_and_kill(folder, lambda run: count(run, "trial_scored") >= 1, signal.SIGKILL, step_s=0.3)
+    script = workspace / "task" / "scripts" / "train.sh"
+    original = script.read_text()
+    script.write_text(original.replace("total_training_steps=16", "total_training_steps=32"))
+    before = len(Ledger(run / "ledger.jsonl").read())
+    refused = run_agent(folder, "resume")
+    assert refused.returncode == 4 and "task/scripts/train.sh changed" in refused.stderr
+    assert len(Ledger(run / "ledger.jsonl").read()) == before
+
+
+def test_a_killed_tune_worker_costs_one_trial_and_leaves_nothing(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    process = subprocess.Popen(
+        command("--set", "search.trials=4"), cwd=folder, env=agent_environment(step_s=0.3), stdout=subprocess.DEVNULL
+    )
+    wait_until(lambda: (run / "ledger.jsonl").exists() and count(run, "trial_scored", trial="t001") >= 1)
+    workers = [pid for pid in processes_of(run) if b"Trainable" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    assert process.wait(RUN_TIMEOUT_S) == 0
+    failed = [trial for trial in read_state(run).search_trials if trial.outcome == "failed"]
+    assert len(failed) == 1 and "worker died" in failed[0].reason
+    assert not list((workspace / "task" / "scripts").glob("train_run-1_t*.sh"))
+    wait_until(lambda: processes_of(run) == [], 20)
 
 
 def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:

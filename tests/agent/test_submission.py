@@ -1,5 +1,6 @@
 """Submission files: validation finds every defect, publication never loses anything."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from safetensors.numpy import save_file
 
 from agent.errors import StageError
-from agent.submission import LOGITS, RESULTS, publish, validate_submission
+from agent.submission import LOGITS, RESULTS, is_published, publish, run_inference, run_logged, validate_submission
 from agent.tensors import find_model_problem, read_sample_logits, row_entropy
+from agent.workspace import Workspace
 
 VOCABULARY = 24
 
@@ -192,3 +194,46 @@ def test_merged_models_without_trained_weights_are_refused(tmp_path: Path) -> No
     assert "not readable" in (find_model_problem(tmp_path / "good", base) or "")
     (tmp_path / "half" / "tokenizer_config.json").unlink()
     assert find_model_problem(tmp_path / "half", base) == "tokenizer_config.json is missing"
+
+
+def test_published_files_and_those_of_the_run_are_independent(case: Path) -> None:
+    outputs = case / "outputs"
+    outputs.mkdir()
+    submission = validate(case)
+    publish(submission, outputs, case / "previous")
+    assert is_published(submission, outputs)
+    with (outputs / LOGITS).open("r+b") as file:  # as a program does that writes in place
+        file.write(b"changed")
+    assert not is_published(submission, outputs)
+    assert is_published(submission, case / "results")
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_an_inference_that_ignores_output_dir_never_costs_the_older_submission(workspace: Path, exit_code: int) -> None:
+    task = Workspace(workspace)
+    for name in (RESULTS, LOGITS):
+        (task.outputs / name).write_text(f"older {name}")
+    (task.scripts / "inference.py").write_text("")
+    writes = "\n".join(f'echo new > "$(dirname "$0")/../../data/outputs/{name}"' for name in (RESULTS, LOGITS))
+    task.inference_script.write_text(f"{writes}\nexit {exit_code}\n")
+    target = workspace.parent / "results"
+    run = functools.partial(run_logged, run_tag=str(workspace))
+    arguments = {"log": workspace.parent / "log", "timeout_s": 60.0, "run": run}
+    if exit_code:
+        with pytest.raises(StageError, match=r"inference.sh failed with exit code 3"):
+            run_inference(task, workspace, target, **arguments)  # type: ignore[arg-type]
+    else:
+        run_inference(task, workspace, target, **arguments)  # type: ignore[arg-type]
+        assert (target / RESULTS).read_text() == "new\n"
+    assert {path.name: path.read_text() for path in task.outputs.iterdir()} == {
+        name: f"older {name}" for name in (RESULTS, LOGITS)
+    }
+
+
+@pytest.mark.parametrize("answers", [None, ["a", "b", "c"], [{"style": "rule"}] * 3])
+def test_without_answers_in_the_test_file_there_is_no_accuracy(case: Path, answers: object) -> None:
+    test = pd.read_parquet(case / "test.parquet").drop(columns="reward_model")
+    if answers is not None:
+        test["reward_model"] = answers
+    test.to_parquet(case / "test.parquet", index=False)
+    assert validate(case).accuracy is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trials.guard import RUN_TAG, Guarded, sweep
+from trials.guard import CANNOT_WRITE, RUN_TAG, Guarded, sweep
 
 NASTY = """
 import os, signal, sys, time
@@ -133,3 +133,12 @@ def test_the_scratch_folder_goes_with_the_command_even_when_the_caller_is_killed
     caller.kill()
     caller.wait()
     wait_for(lambda: not (tmp_path / "scratch").exists())
+
+
+def test_a_full_disk_leaves_no_unguarded_command(tmp_path: Path) -> None:
+    (tmp_path / "record.tmp").symlink_to("/dev/full")
+    tag = {**os.environ, RUN_TAG: str(tmp_path)}
+    guarded = Guarded(["sleep", "600"], log=tmp_path / "log", env=tag, cwd=tmp_path, record=tmp_path / "record")
+    wait_for(lambda: guarded.poll() is not None)
+    assert guarded.poll() == CANNOT_WRITE
+    assert sweep(str(tmp_path)) == []

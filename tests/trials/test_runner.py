@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,12 @@ def test_a_whole_run_completes(make: Callable[..., TrialSpec], tmp_path: Path) -
         ("echo 'torch.OutOfMemoryError: CUDA out of memory. Tried'; exit 1", {}, "out_of_memory", "CUDA out of memory"),
         ("echo 'OSError: [Errno 28] No space left on device'; exit 1", {}, "disk_full", "No space left"),
         ("echo \"Could not override 'x.y'\"; exit 1", {}, "bad_configuration", "Could not override"),
+        (
+            "echo 'UserWarning: megatron: ModuleNotFoundError(\"No module named x\")'; echo 'ValueError: cause'; exit 1",
+            {},
+            "unknown",
+            "ValueError: cause",
+        ),
         ("kill -9 $$", {}, "killed", "killed by a signal"),
         (steps(1, 2, 3, entropy="nan"), {"total_steps": 9}, "non_finite", "not finite for 3 steps"),
         ("sleep 60", {"startup_timeout_s": 0.5}, "startup_hang", "no training step within"),
@@ -155,3 +162,15 @@ def test_the_decisive_line_is_quoted() -> None:
     assert kind is FailureKind.UNKNOWN and "ValueError: micro batch 16 > 5" in reason
     assert classify_exit(-11, [], 4, 10)[0] is FailureKind.KILLED
     assert "the log is empty" in classify_exit(1, [], 4, 10)[1]
+
+
+def test_a_killed_guard_leaves_no_trainer_beside_the_next_trial(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; sleep 600 & kill -9 $(python3 -c 'import json; " + (
+        f'print(json.load(open("{tmp_path}/t001/attempt_1/process.json"))["guard_pid"])\'); wait'
+    )
+    attempt = Attempt(make("sleep 0.5; " + script))
+    ended = list(attempt.events())[-1]
+    assert isinstance(ended, Ended) and ended.failure == "killed"
+    pid = int((tmp_path / "pid").read_text())
+    with suppress(FileNotFoundError):
+        assert Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"

@@ -190,6 +190,7 @@ class _FastStart:
             address = self._wait_for_head()
             if address is None:
                 _say_plain(PlainStart("the early Ray head did not come up; Ray starts its own"))
+                sys.executable = self._python  # its workers are started, not forked
                 return original(*args, **kwargs)
             kwargs = {k: v for k, v in kwargs.items() if k not in HEAD_OPTIONS}
             return original(*args, **{**kwargs, "address": address})
