@@ -5,6 +5,7 @@ Each stage leaves a receipt in the ledger with a hash of its inputs; a resumed r
 
 import functools
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -147,7 +148,8 @@ class Pipeline:
     def workspace_changes(self) -> tuple[list[str], list[str]]:
         """Files that differ from before the run, and those among them that the task's rules forbid."""
         changed = changed_files(self.folder.read_manifest(), read_manifest(self.workspace))
-        generated = [str(self._full_script().relative_to(self.workspace.root))]
+        runs = "|".join(re.escape(path.name) for path in self.folder.path.parent.iterdir())  # other runs generate, too
+        generated = [path for path in changed if re.fullmatch(rf".*/train_(?:{runs})_(?:{FULL}|t\d+)\.sh", path)]
         return changed, forbidden_changes(self.workspace, changed, generated)
 
     def _require_unchanged_workspace(self) -> None:
@@ -475,9 +477,6 @@ class Pipeline:
             return self.best_checkpoint()
         return full, choice
 
-    def _full_script(self) -> Path:
-        return self._script_of(FULL)
-
     def full_run_spec(self, attempt: int, configuration: Configuration) -> TrialSpec:
         """train.sh itself; only trainer.test_freq differs, and that is checked.
 
@@ -493,7 +492,7 @@ class Pipeline:
             )
         return TrialSpec(
             script=script,
-            script_path=str(self._full_script()),
+            script_path=str(self._script_of(FULL)),
             configuration=None,
             stop_step=None,
             keep_script=True,

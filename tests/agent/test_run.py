@@ -187,7 +187,11 @@ def test_a_lost_publication_is_made_again_and_foreign_scripts_stay(finished: tup
     assert refused.returncode == 4 and "train_run-1_test.sh changed" in refused.stderr
     assert foreign.read_text() == "a person's own"
     foreign.unlink()
-    assert run_agent(folder, "resume").returncode == 0
+    (folder / "runs" / "run-2").mkdir()
+    other = foreign.with_name("train_run-2_full.sh")
+    other.write_text("another run's")
+    assert run_agent(folder, "resume", "run-1").returncode == 0
+    other.unlink()
     assert (outputs / "math_results_logits.pt").read_bytes() == digest and len(events(run, "published")) == 2
 
 
