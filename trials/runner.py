@@ -7,6 +7,7 @@ log. A trial's `metrics.jsonl` gets every step line of every attempt.
 import hashlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -177,6 +178,7 @@ class Attempt:
             self._guarded.close()
             if self._guarded.poll() == -signal.SIGKILL:  # the guard itself was killed, or its command
                 sweep(self._attempt_tag(), variable=ATTEMPT_TAG)
+                shutil.rmtree(self.spec.ray_tmpdir, ignore_errors=True)
             self._guarded = None
         if not self.spec.keep_script:
             Path(self.spec.script_path).unlink(missing_ok=True)

@@ -171,6 +171,7 @@ def test_a_killed_guard_leaves_no_trainer_beside_the_next_trial(make: Callable[.
     attempt = Attempt(make("sleep 0.5; " + script))
     ended = list(attempt.events())[-1]
     assert isinstance(ended, Ended) and ended.failure == "killed"
+    assert not attempt.spec.ray_tmpdir.exists()
     pid = int((tmp_path / "pid").read_text())
     with suppress(FileNotFoundError):
         assert Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
