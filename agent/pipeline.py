@@ -38,7 +38,7 @@ from agent.submission import (
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
 from trials.checkpoints import complete_steps, delete_checkpoints, read_checkpoints, repair_tracker
-from trials.guard import sweep
+from trials.guard import sweep, sweep_holders
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, trial_scratch, validations
 from trials.script import OverrideValue, differing_overrides
 from verl_overlay import install
@@ -198,6 +198,7 @@ class Pipeline:
         """Remove what a killed driver left: processes, scripts, scratch folders; recover what its trials had done."""
         self.folder.stop_file.unlink(missing_ok=True)
         sweep(self.folder.tag)
+        sweep_holders(self.folder.ray_tmpdir)
         self._remove_scripts()
         shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
         for trial in self.state().trials.values():

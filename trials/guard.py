@@ -131,10 +131,22 @@ def sweep(tag: str, *, variable: str = RUN_TAG, grace_s: float = 3.0) -> list[in
     Returns the process ids that were ended. Used at start-up, when no driver of the run is alive (its lock is free), to
     remove what a killed guard or a killed Ray head left behind. Processes are never chosen by name.
     """
+    return _sweep(lambda pid: _has_tag(pid, f"{variable}={tag}"), grace_s)
+
+
+def sweep_holders(folder: Path, *, grace_s: float = 3.0) -> list[int]:
+    """End every process that holds a file below `folder` open, also a deleted one; returns their process ids.
+
+    Ray's helpers overwrite their environment with their title, so their tag cannot be read; their logs give them away.
+    """
+    return _sweep(lambda pid: _holds_file(pid, f"{folder}/"), grace_s)
+
+
+def _sweep(is_meant: Callable[[int], bool], grace_s: float) -> list[int]:
     ended: set[int] = set()
     deadline = time.monotonic() + grace_s
     while True:
-        found = [pid for pid in _pids() if pid != os.getpid() and _has_tag(pid, f"{variable}={tag}") and _is_alive(pid)]
+        found = [pid for pid in _pids() if pid != os.getpid() and is_meant(pid) and _is_alive(pid)]
         if not found or time.monotonic() > deadline + 10:
             return sorted(ended)
         for pid in found:
@@ -149,6 +161,16 @@ def _has_tag(pid: int, tag: str) -> bool:
     except OSError:
         return False
     return tag.encode() in environ.split(b"\0")
+
+
+def _holds_file(pid: int, prefix: str) -> bool:
+    links = f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for name in os.listdir(links):
+            with suppress(OSError):
+                if os.readlink(f"{links}/{name}").startswith(prefix):
+                    return True
+    return False
 
 
 def _pids() -> list[int]:

@@ -15,7 +15,8 @@ import pytest
 from agent.ledger import Ledger, RunState, fold
 from agent.workspace import Workspace, changed_files, read_manifest
 from scripted_workspace import agent_environment
-from trials.guard import RUN_TAG
+from trials.guard import RUN_TAG, sweep_holders
+from trials.runner import short_scratch
 from trials.script import differing_overrides
 from verl_overlay import install
 
@@ -245,6 +246,7 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
     assert len(events(run, "published")) == 1
     wait_until(lambda: processes_of(run) == [], 10)
+    assert sweep_holders(short_scratch(str(run))) == []
 
 
 def test_a_workspace_that_changed_meanwhile_is_refused(workspace: Path) -> None:

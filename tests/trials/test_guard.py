@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trials.guard import CANNOT_WRITE, RUN_TAG, Guarded, sweep
+from trials.guard import CANNOT_WRITE, RUN_TAG, Guarded, sweep, sweep_holders
 
 NASTY = """
 import os, signal, sys, time
@@ -133,6 +133,23 @@ def test_the_scratch_folder_goes_with_the_command_even_when_the_caller_is_killed
     caller.kill()
     caller.wait()
     wait_for(lambda: not (tmp_path / "scratch").exists())
+
+
+def test_processes_that_hold_a_deleted_file_of_a_folder_are_found(tmp_path: Path) -> None:
+    for name in ("ours", "ours2"):
+        (tmp_path / name).mkdir()
+    processes = []
+    for name in ("ours", "ours2"):
+        with (tmp_path / name / "log").open("w") as log:
+            processes.append(subprocess.Popen(["sleep", "600"], stdout=log))
+    try:
+        (tmp_path / "ours" / "log").unlink()
+        assert sweep_holders(tmp_path / "ours") == [processes[0].pid]
+        assert processes[0].wait(5) == -signal.SIGTERM and processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_full_disk_leaves_no_unguarded_command(tmp_path: Path) -> None:
