@@ -352,9 +352,12 @@ class Pipeline:
             "configuration_id": install.configuration_identity(configuration),
             "startup_timeout_s": search.startup_timeout_s,
             "stall_timeout_s": search.stall_timeout_s,
-            "training_env": str(self.config.training_env) if self.config.training_env else None,
+            "training_env": self._training_env(),
             "stop_file": str(self.folder.stop_file),
         }
+
+    def _training_env(self) -> str | None:
+        return str(self.config.training_env) if self.config.training_env else None
 
     def _threads(self, concurrent: int) -> dict[str, str]:
         """On a machine where the CPU trains, trials side by side share its cores."""
@@ -419,7 +422,7 @@ class Pipeline:
         )
         initial = state.initial_entropy
         assert initial is not None
-        result = run_search(
+        broken = run_search(
             plan,
             self.record,
             state,
@@ -436,8 +439,8 @@ class Pipeline:
         self._require_running()
         self.folder.stop_file.unlink(missing_ok=True)
         self._remove_scripts()
-        if result.broken:
-            raise StageError(f"{result.broken} — fix the cause, then resume; nothing that had finished is lost")
+        if broken:
+            raise StageError(f"{broken} — fix the cause, then resume; nothing that had finished is lost")
         after = self.state()
         return {"trials": len(after.search_trials), "failed": sum(t.outcome == "failed" for t in after.search_trials)}
 
@@ -583,9 +586,10 @@ class Pipeline:
         folder = self.folder.submission / f"{trial.trial}_step_{choice.step}"
         folder.mkdir(parents=True, exist_ok=True)
         model, results = folder / "model", folder / "results"
-        env = str(self.config.training_env) if self.config.training_env else None
         must_stop = self._stop.is_set
-        run = functools.partial(run_logged, run_tag=self.folder.tag, training_env=env, must_stop=must_stop)
+        run = functools.partial(
+            run_logged, run_tag=self.folder.tag, training_env=self._training_env(), must_stop=must_stop
+        )
 
         def merge() -> dict[str, Any]:
             merge_checkpoint(self.workspace, checkpoint.actor, model, log=folder / "merge.log", run=run)

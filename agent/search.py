@@ -52,15 +52,6 @@ class SearchPlan:
     failures_in_a_row: int
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """How the search ended."""
-
-    interrupted: bool
-    broken: str | None
-    """Why the circuit breaker stopped it."""
-
-
 def distributions_of(space: SearchSpace, parameters: Configuration) -> dict[str, str]:
     """Optuna's distributions (as JSON) of the knobs that are active at a point."""
     fixed = optuna.trial.FixedTrial(parameters)
@@ -82,8 +73,10 @@ def run_search(
     scratch: Path,
     ray_tmpdir: Path,
     run_tag: str,
-) -> SearchResult:
+) -> str | None:
     """Run trials until the plan's number has ended, time is over, a person stops it, or the circuit breaker opens.
+
+    Returns why the circuit breaker opened, None when it did not.
 
     Args:
         plan: what to do.
@@ -102,7 +95,7 @@ def run_search(
     ended = [trial for trial in state.search_trials if trial.outcome is not None]
     missing = plan.trials - len(ended)
     if missing <= 0:
-        return SearchResult(interrupted=False, broken=None)
+        return None
     searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end)
     scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows)
     scheduler.refill([trial for trial in state.trials.values() if trial.kind != "full"])
@@ -141,7 +134,7 @@ def run_search(
     shutil.rmtree(scratch, ignore_errors=True)
     if not must_stop():
         searcher.end_unfinished("the time of the search is over" if time_is_over() else "the search was stopped")
-    return SearchResult(interrupted=must_stop(), broken=searcher.broken)
+    return searcher.broken
 
 
 class _NotSaved:

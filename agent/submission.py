@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,8 @@ import pyarrow.parquet as pq
 from agent.errors import Interrupted, StageError
 from agent.tensors import LogitsError, find_model_problem, read_sample_logits
 from agent.workspace import Workspace, find_vocabulary, read_sample_ids
-from trials.guard import CANNOT_WRITE, RUN_TAG, Guarded
+from trials.guard import CANNOT_WRITE, Guarded
+from trials.runner import child_environment
 
 RESULTS = "math_results.parquet"
 LOGITS = "math_results_logits.pt"
@@ -65,9 +65,7 @@ def run_logged(
         StageError: it failed or took too long; the message quotes the log's last line.
         Interrupted: `must_stop` became true.
     """
-    prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME") and not k.startswith("RAY_")}
-    env.update({"PATH": f"{prefix}{os.pathsep}{env.get('PATH', os.defpath)}", RUN_TAG: run_tag, **environment})
+    env = {**child_environment(os.environ, training_env, run_tag), **environment}
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     guarded = Guarded(command, log=log, env=env, cwd=cwd, record=log.with_suffix(".process.json"))

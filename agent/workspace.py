@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +17,7 @@ from trials.checkpoints import read_checkpoints
 from trials.script import ScriptError, TrainScript
 from verl_overlay import install
 
+_Value = TypeVar("_Value")
 _LARGE_FILE_BYTES = 64 * 2**20
 
 
@@ -89,23 +90,22 @@ class Workspace:
             raise PreflightError(f"{self.train_script}: {error}") from None
 
     def setting(self, key: str) -> str | None:
-        """The value train.sh gives to a verl setting; variables resolved with ROOT-like paths of this workspace."""
-        try:
-            return self.script.get(key, {**os.environ, **self._script_variables()})
-        except ScriptError as error:
-            raise PreflightError(f"{self.train_script}: {error}") from None
+        """The value train.sh gives to a verl setting; variables resolved with ROOT-like paths of this workspace.
+
+        Raises:
+            PreflightError: the value cannot be known.
+        """
+        return self._read(self.script.get, key)
 
     def setting_int(self, key: str) -> int | None:
         """The same as an integer."""
-        value = self.setting(key)
-        if value is None or value == "null":
-            return None
+        return self._read(self.script.get_int, key)
+
+    def _read(self, get: Callable[[str, Mapping[str, str]], _Value], key: str) -> _Value:
         try:
-            return int(value)
-        except ValueError:
-            raise PreflightError(
-                f"{self.train_script}: {key}={value} is not an integer; the agent needs it to plan"
-            ) from None
+            return get(key, {**os.environ, **self._script_variables()})
+        except ScriptError as error:
+            raise PreflightError(f"{self.train_script}: {error}") from None
 
     def data_file(self, key: str, fallback: str) -> Path:
         """The parquet file that a `data.*_files` setting names, else the file of that name in data/datasets."""

@@ -76,14 +76,14 @@ class StepMetrics:
             return None
         return sum(accuracies[source] * count for source, count in weights.items()) / sum(weights.values())
 
-    def to_json(self) -> str:
-        """One line of metrics.jsonl; non-finite values become null."""
+    def to_record(self) -> dict[str, float | None]:
+        """What a line of metrics.jsonl holds; non-finite values become null."""
         values = {name: value if math.isfinite(value) else None for name, value in self.values.items()}
-        return json.dumps({"step": self.step, **values}, allow_nan=False)
+        return {"step": self.step, **values}
 
 
 def metrics_from_json(line: str) -> StepMetrics:
-    """The inverse of `StepMetrics.to_json`; null reads as nan."""
+    """The inverse of `StepMetrics.to_record` as a line of JSON; null reads as nan."""
     record: dict[str, Any] = json.loads(line)
     step = int(record.pop("step"))
     return StepMetrics(step, {name: math.nan if value is None else float(value) for name, value in record.items()})

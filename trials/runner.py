@@ -241,10 +241,10 @@ class Attempt:
         self._history.append(metrics)
         if metrics.is_training_step:
             self._step_times.append(self._last_line - self._started)
-        record = {"attempt": self.spec.attempt, "seconds": round(self._last_line - self._started, 3)}
-        record.update(json.loads(metrics.to_json()))
+        seconds = round(self._last_line - self._started, 3)
+        record = {"attempt": self.spec.attempt, "seconds": seconds, **metrics.to_record()}
         with (Path(self.spec.folder) / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def _judge(self, metrics: StepMetrics) -> Ended | None:
         """Whether the attempt must end because of what this step says."""
@@ -316,12 +316,7 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
     verl starts a Ray of its own in the trial; any inherited RAY_* variable would let it join the agent's. PYTHONPATH and
     the virtual environment of the agent must not reach a training environment of its own.
     """
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OVERLAY_VARIABLE}
-    environment = {
-        name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")
-    }
-    prefix = Path(spec.training_env) / "bin" if spec.training_env else Path(sys.executable).parent
-    environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    environment = child_environment(inherited, spec.training_env, spec.run_tag)
     environment.update(
         RAY_ADDRESS="local",
         RAY_TMPDIR=str(spec.ray_tmpdir),
@@ -329,10 +324,27 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
         RAY_USAGE_STATS_ENABLED="0",
         PYTHONUNBUFFERED="1",
     )
-    environment[RUN_TAG] = spec.run_tag
     if spec.configuration is not None:
         environment[OVERLAY_VARIABLE] = json.dumps(spec.configuration, sort_keys=True)
     environment.update(spec.environment)
+    return environment
+
+
+def child_environment(inherited: Mapping[str, str], training_env: str | None, run_tag: str) -> dict[str, str]:
+    """What every program of the workspace inherits: nothing that belongs to the agent, its Python or its Ray.
+
+    Args:
+        inherited: the caller's environment.
+        training_env: prefix of the Python environment whose `bin/` comes first on PATH; None is the agent's own.
+        run_tag: marks the program as the run's.
+    """
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OVERLAY_VARIABLE}
+    environment = {
+        name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")
+    }
+    prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
+    environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    environment[RUN_TAG] = run_tag
     return environment
 
 

@@ -77,7 +77,7 @@ class RunBuilder:
                     values["actor/entropy"] = entropy_at(step, loss)
                 if step % 4 == 0:
                     values["val-core/openai/gsm8k/acc/mean@1"] = accuracy_at(step, gain)
-                file.write(StepMetrics(step, values).to_json() + "\n")
+                file.write(json.dumps(StepMetrics(step, values).to_record(), allow_nan=False) + "\n")
         for step in range(max(first, 1), last + 1):
             if step in RUNGS or (step % 4 == 0 and step > RUNGS[-1]):
                 self.scored(trial, step, accuracy_at(step, gain), entropy_at(step, loss))

@@ -1,6 +1,7 @@
 """What a person sees in the terminal, live and plain."""
 
 import io
+import json
 import re
 import time
 from pathlib import Path
@@ -56,7 +57,7 @@ def run_folder(tmp_path: Path) -> Path:
     build_events(Ledger(tmp_path / "ledger.jsonl"))
     folder = tmp_path / "trials" / "t001"
     folder.mkdir(parents=True)
-    lines = [StepMetrics(step, {"actor/entropy": 0.62 - 0.05 * step}).to_json() for step in range(1, 6)]
+    lines = [json.dumps(StepMetrics(step, {"actor/entropy": 0.62 - 0.05 * step}).to_record()) for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return tmp_path
 
