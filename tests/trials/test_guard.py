@@ -26,9 +26,10 @@ time.sleep(600)
 """
 
 CALLER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from trials.guard import Guarded
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell hands it down as ignored
 folder = Path(sys.argv[1])
 guarded = Guarded([sys.executable, str(folder / "nasty.py"), str(folder)], log=folder / "log", env=dict(os.environ),
                   cwd=folder, record=folder / "record", grace_s=0.3)
@@ -91,7 +92,7 @@ def test_nothing_outlives_a_killed_caller(tmp_path: Path, number: int) -> None:
     pids = pids_in(tmp_path)
     wait_for(lambda: (tmp_path / "ready").exists())
     caller.send_signal(number)
-    caller.wait()
+    caller.wait(30)
     wait_for(lambda: not any(map(is_alive, pids)))
 
 
@@ -131,7 +132,7 @@ def test_the_scratch_folder_goes_with_the_command_even_when_the_caller_is_killed
     caller = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.DEVNULL)
     pids_in(tmp_path)
     caller.kill()
-    caller.wait()
+    caller.wait(30)
     wait_for(lambda: not (tmp_path / "scratch").exists())
 
 
