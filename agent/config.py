@@ -63,8 +63,11 @@ class SearchConfig(_Section):
 
 
 class ObjectiveConfig(_Section):
-    """The entropy band of the objective, as multiples of the untrained policy's entropy H0."""
+    """Dev accuracy, and the entropy band as multiples of the untrained policy's entropy H0."""
 
+    dev_metric: str | None = None
+    """Name of the one logged metric that is the dev accuracy, e.g. `val-core/openai/gsm8k/acc/mean@4`; by default all dev
+    sources, weighted by their rows."""
     collapsed: float = Field(0.05, gt=0)
     """Score 0 at and below."""
     healthy_low: float = Field(0.50, gt=0)

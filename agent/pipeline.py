@@ -221,7 +221,7 @@ class Pipeline:
         known = {score.step for score in trial.scores}
         initial = self._measured_initial_entropy()
         history = read_history(self.folder.trial(trial.trial))
-        for validation in validations(history, self.dev_rows):
+        for validation in validations(history, self.dev_rows, self.config.objective.dev_metric):
             if initial and validation.step not in known and validation.step > 0:
                 self.record("trial_scored", trial=trial.trial, **self._score(trial.kind, initial)(validation))
         last = history[-1].step if history else 0
@@ -348,6 +348,7 @@ class Pipeline:
             "cwd": str(self.folder.trial(trial)),
             "total_steps": self.workspace.total_steps,
             "dev_rows": self.dev_rows,
+            "dev_metric": self.config.objective.dev_metric,
             "run_tag": self.folder.tag,
             "configuration_id": install.configuration_identity(configuration),
             "startup_timeout_s": search.startup_timeout_s,

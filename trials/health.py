@@ -20,6 +20,8 @@ class FailureKind(str, Enum):
     DISK_FULL = "disk_full"
     KILLED = "killed"
     ENDED_EARLY = "ended_early"
+    NO_PROGRESS = "no_progress"
+    """A resumed attempt ended well without a single step, as verl before 0.8.0 does at the end of an epoch."""
     UNKNOWN = "unknown"
 
     @property

@@ -1,8 +1,16 @@
 """Log lines of any verl version → StepMetrics. Pure.
 
 verl's console logger prints one line per step: `step:7 - actor/entropy:0.61 - val-core/gsm8k/acc/mean@1:0.5 …`. Around
-it stand worker prefixes, colours, `np.float64(…)` and Ray's `[repeated 9x across cluster]`; a data source may itself
-contain ` - ` or `/`. A value that is not in the line is unknown (None), never 0.
+it stand worker prefixes, colours, progress bars, `np.float64(…)` and Ray's `[repeated 9x across cluster]`; a data source
+may itself contain ` - ` or `/`. verl's file logger writes the same as JSON. A value that is not in the line is unknown
+(None), never 0.
+
+    version        dev accuracy of a source                  entropy                numbers          file logger
+    0.3.0.post1    val/test_score/<source>                   actor/entropy_loss     3 decimals       none
+    0.4.1          val-core/<source>/(acc|reward)/mean@<k>   actor/entropy          3 decimals       none
+    0.5.0          same                                      actor/entropy          repr             none
+    0.6.1          same                                      actor/entropy          repr             written in blocks
+    0.7.1 – 0.9.1  same                                      both names occur       repr             live, NaN as null
 """
 
 import json
@@ -15,10 +23,12 @@ from typing import Any
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _SOURCE = re.compile(r"^(\(\w[^()]*pid=[^()]*\)) ?(.*)$", re.DOTALL)
-_STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
+_STEP = re.compile(r"(?:^|[\s\]])step:(\d+) - (.*)$")
 _STEP_BEGUN = re.compile(r"(?:^|\s)s(?:t(?:e(?:p(?::\d*(?: -? ?)?)?)?)?)?$")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 _FIELD = re.compile(rf"(?P<key>\S.*?):(?:np\.\w+\()?(?P<value>{_NUMBER}|None)\)?(?: - |\s*$)")
+_GOES_ON = re.compile(r"[-+.\deE]*\)? ?(?:- [\w-]+/|$)")
+"""How the rest of a line begins that was cut where it looked whole: digits of the last value, then ` - <group>/`."""
 
 _ENTROPY_KEYS = ("actor/entropy", "actor/entropy_loss")
 _DEV_KEY = re.compile(r"^val-core/(?P<source>.+)/(?P<kind>acc|reward)/mean@(?P<k>\d+)$")
@@ -65,16 +75,28 @@ class StepMetrics:
                 found.setdefault(old["source"], ((True, 0), value))
         return {source: value for source, (_, value) in found.items()}
 
-    def dev_accuracy(self, rows: Mapping[str, int]) -> float | None:
-        """Dev accuracy over all data sources, weighted by their rows; None when the step was not validated.
+    def is_validated(self, metric: str | None = None) -> bool:
+        """Whether the line has a dev accuracy, or `metric` where that was chosen to be it."""
+        return metric in self.values if metric else bool(self.dev_accuracies())
+
+    def dev_accuracy(self, rows: Mapping[str, int], metric: str | None = None) -> float | None:
+        """Dev accuracy over all data sources, weighted by their rows; None when it is unknown or not finite.
 
         A source of `rows` that the line lacks makes the result unknown: part of the dev set is not the dev set.
+
+        Args:
+            rows: data source → rows.
+            metric: name of the one metric to take instead.
         """
+        if metric:
+            value = self.values.get(metric)
+            return value if value is not None and math.isfinite(value) else None
         accuracies = self.dev_accuracies()
         weights = {source: count for source, count in rows.items() if count > 0}
         if not weights or not weights.keys() <= accuracies.keys():
             return None
-        return sum(accuracies[source] * count for source, count in weights.items()) / sum(weights.values())
+        mean = sum(accuracies[source] * count for source, count in weights.items()) / sum(weights.values())
+        return mean if math.isfinite(mean) else None
 
     def to_record(self) -> dict[str, float | None]:
         """What a line of metrics.jsonl holds; non-finite values become null."""
@@ -89,44 +111,50 @@ def metrics_from_json(line: str) -> StepMetrics:
     return StepMetrics(step, {name: math.nan if value is None else float(value) for name, value in record.items()})
 
 
+def parse_file_line(line: str) -> StepMetrics | None:
+    """A line of verl's file logger, `{"step": 7, "data": {…}}`; null reads as nan. None when it is anything else."""
+    try:
+        record = json.loads(line)
+        step, data = int(record["step"]), dict(record["data"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    numbers = {name: math.nan if value is None else value for name, value in data.items()}
+    return StepMetrics(step, {name: float(value) for name, value in numbers.items() if isinstance(value, (int, float))})
+
+
 class LineJoiner:
-    """Puts step lines together that Ray forwarded in two pieces.
+    """Puts step lines together that reached the log in several pieces.
 
     A worker's log reaches the driver's through a monitor that may read while the worker is still writing a long line.
-    The rest then follows as a line of its own, with the same `(TaskRunner pid=812)` before it. A step line from a worker
-    is therefore held back until another line from that worker arrives, or until `flush`.
+    The rest then follows as a line of its own, with the same `(TaskRunner pid=812)` before it. Terminals and log
+    collectors wrap long lines without a prefix. A step line is therefore held back until another line of the same origin
+    arrives, or until `flush`.
     """
 
     def __init__(self) -> None:
-        self._source = ""
-        self._held = ""
+        self._held: dict[str, str] = {}
+        """Origin → the step line, or its beginning, that may go on."""
 
-    def push(self, line: str) -> StepMetrics | None:
-        """Take the next line of the log; returns a step that is now complete."""
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def push(self, line: str) -> list[StepMetrics]:
+        """Take the next line of the log; returns the steps that are now complete."""
         source, text = _split_source(line)
-        if not source:
-            return _parse_text(text)
-        if self._held and source == self._source:
-            joined = self._held + text
-            if _STEP.search(self._held) is None:  # cut within `step:<number> - `
-                self._held = ""
-                self._hold(source, joined if _STEP.search(joined) and not _STEP.search(text) else text)
-                return None
-            if _STEP.search(text) is None and (_FIELD.search(text) or _is_consumed(joined)):
-                self._held = joined
-                return None
-        complete = self.flush() if source == self._source else None
-        self._hold(source, text)
-        return complete
-
-    def flush(self) -> StepMetrics | None:
-        """The step that was held back, if any."""
-        text, self._held = self._held, ""
-        return _parse_text(text)
-
-    def _hold(self, source: str, text: str) -> None:
+        held = self._held.pop(source, None)
+        if held is not None and _goes_on(held, text, is_plain=not source):
+            self._held[source] = held + text
+            return []
         if _STEP.search(text) or _STEP_BEGUN.search(text):
-            self._source, self._held = source, text
+            self._held[source] = text
+        complete = _parse_text(held) if held is not None else None
+        return [complete] if complete is not None else []
+
+    def flush(self) -> list[StepMetrics]:
+        """The steps that were held back."""
+        held, self._held = self._held, {}
+        return [metrics for metrics in map(_parse_text, held.values()) if metrics is not None]
 
 
 def parse_line(line: str) -> StepMetrics | None:
@@ -134,9 +162,23 @@ def parse_line(line: str) -> StepMetrics | None:
     return _parse_text(_split_source(line)[1])
 
 
+def _goes_on(held: str, text: str, *, is_plain: bool) -> bool:
+    """Whether `text` is the rest of the line that `held` begins. Plain lines have no worker's name before them."""
+    joined = held + text
+    if _STEP.search(text) is not None:
+        return False
+    if _STEP.search(held) is None:  # cut within `step:<number> - `
+        return _STEP.search(joined) is not None
+    if _is_consumed(held) and not held.endswith(" - "):
+        is_digits = not text.strip(" .0123456789")
+        return bool(_GOES_ON.match(text)) and not (is_plain and is_digits)
+    return True  # cut within a field
+
+
 def _split_source(line: str) -> tuple[str, str]:
     """Ray's `(Name pid=…)` before a line, or "", and the text without colours and progress bars."""
-    text = _REPEATED.sub("", _ANSI.sub("", line.rstrip("\r\n").rsplit("\r", 1)[-1]))
+    pieces = _ANSI.sub("", line.rstrip("\r\n")).split("\r")
+    text = _REPEATED.sub("", next((piece for piece in reversed(pieces) if _STEP.search(piece)), pieces[-1]))
     match = _SOURCE.match(text)
     return (match[1], match[2]) if match else ("", text)
 
@@ -154,6 +196,12 @@ def _parse_text(text: str) -> StepMetrics | None:
     values: dict[str, float] = {}
     for field in _FIELD.finditer(match[2].rstrip()):
         if field["value"] != "None":
-            key = field["key"]
-            values[key.rsplit(" - ", 1)[-1] if ":" in key else key] = float(field["value"])
+            values[_last_key(field["key"])] = float(field["value"])
     return StepMetrics(int(match[1]), values) if values else None
+
+
+def _last_key(key: str) -> str:
+    """A field's key without the fields before it whose value is no number; a data source may hold ` - ` and `:`."""
+    if ":" not in key or key.startswith("val"):
+        return key
+    return key.rsplit(" - ", 1)[-1]

@@ -13,15 +13,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trials.guard import ATTEMPT_TAG, RUN_TAG, Guarded, sweep
 from trials.health import FailureKind, classify_exit, is_non_finite
-from trials.metrics import LineJoiner, StepMetrics, metrics_from_json
+from trials.log_reader import FILE_LOGGER_VARIABLE, LogReader
+from trials.metrics import StepMetrics, metrics_from_json
 
 OVERLAY_VARIABLE = "VERL_OVERLAY"
 """The overlay reads its configuration from this environment variable."""
@@ -30,10 +31,8 @@ ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
 
 _POLL_S = 0.1
-_JOIN_WAIT_S = 0.4
-"""The rest of a step line that was forwarded in two pieces follows within this time."""
 _STALL_FACTOR = 20.0
-_TAIL_LINES = 200
+"""So many times the median step without a step line is a stall."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class TrialSpec:
     dev_rows: dict[str, int]
     """Dev data source → rows."""
     run_tag: str
+    dev_metric: str | None = None
+    """The metric that is the dev accuracy; None weights all dev sources by their rows."""
     keep_script: bool = False
     """Leave the script beside train.sh when the attempt ends."""
     configuration_id: int | None = None
@@ -79,6 +80,11 @@ class TrialSpec:
     @property
     def attempt_folder(self) -> Path:
         return Path(self.folder) / f"attempt_{self.attempt}"
+
+    @property
+    def file_log(self) -> Path:
+        """Where verl's file logger writes if train.sh turns it on: a file per attempt, because verl opens it anew."""
+        return self.attempt_folder / "verl_metrics.jsonl"
 
     @property
     def ray_tmpdir(self) -> Path:
@@ -136,11 +142,7 @@ class Attempt:
         self.spec = spec
         self._guarded: Guarded | None = None
         self._started = 0.0
-        self._offset = 0
-        self._partial = b""
-        self._joiner = LineJoiner()
-        self._last_data = 0.0
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._reader = LogReader(spec.attempt_folder / "log", spec.file_log)
         self._history = read_history(Path(spec.folder))
         """Steps of earlier attempts included: a resumed attempt goes on from a checkpoint."""
         self._step_times: list[float] = []
@@ -194,10 +196,10 @@ class Attempt:
             self.start()
         while True:
             exit_code = self._require_guard().poll()
-            for metrics in self._read_new_metrics(is_final=exit_code is not None):
+            for metrics in self._reader.read(is_final=exit_code is not None):
                 self._record(metrics)
-                if metrics.dev_accuracies():
-                    yield validation_at(self._history, self.spec.dev_rows, self._seconds())
+                if metrics.is_validated(self.spec.dev_metric):
+                    yield validation_at(self._history, self.spec.dev_rows, self.spec.dev_metric, self._seconds())
                 ended = self._judge(metrics)
                 if ended is not None:
                     self.close()
@@ -214,33 +216,15 @@ class Attempt:
         assert self._guarded is not None
         return self._guarded
 
-    def _read_new_metrics(self, is_final: bool) -> Iterator[StepMetrics]:
-        """Parse the whole lines that were added to the log since the last call; `is_final` when no more can come."""
-        with (self.spec.attempt_folder / "log").open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for raw in lines:
-            line = raw.decode("utf-8", "replace")
-            self._tail.append(line)
-            metrics = self._joiner.push(line)
-            if metrics is not None:
-                yield metrics
-        if data:
-            self._last_data = time.monotonic()
-        if is_final or time.monotonic() - self._last_data > _JOIN_WAIT_S:
-            metrics = self._joiner.flush()
-            if metrics is not None:
-                yield metrics
-
     def _record(self, metrics: StepMetrics) -> None:
         self._last_line = time.monotonic()
-        while self._history and self._history[-1].step >= metrics.step:
-            self._history.pop()  # a resumed attempt repeats the steps after its checkpoint
-        self._history.append(metrics)
         if metrics.is_training_step:
             self._step_times.append(self._last_line - self._started)
+        while self._history and self._history[-1].step >= metrics.step:
+            earlier = self._history.pop()  # a resumed attempt repeats the steps after its checkpoint
+            if earlier.step == metrics.step and not metrics.is_training_step:  # … and validates that one again
+                metrics = StepMetrics(metrics.step, {**earlier.values, **metrics.values})
+        self._history.append(metrics)
         seconds = round(self._last_line - self._started, 3)
         record = {"attempt": self.spec.attempt, "seconds": seconds, **metrics.to_record()}
         with (Path(self.spec.folder) / "metrics.jsonl").open("a") as file:
@@ -271,8 +255,15 @@ class Attempt:
         if exit_code == 0 and self.spec.stop_step is None and last >= self.spec.total_steps:
             return self._ended("completed", None, f"all {last} steps done")
         expected = self.spec.stop_step or self.spec.total_steps
-        kind, reason = classify_exit(exit_code, list(self._tail), last, expected)
-        return self._ended("failed", kind, f"{reason} (log: {self.spec.attempt_folder / 'log'})")
+        if exit_code == 0 and not self._step_times and self.spec.attempt > 1:
+            reason = f"went on from step {last} of {expected}, made no step and reported success ({self._log})"
+            return self._ended("failed", FailureKind.NO_PROGRESS, reason)
+        kind, reason = classify_exit(exit_code, list(self._reader.tail), last, expected)
+        return self._ended("failed", kind, f"{reason} ({self._log})")
+
+    @property
+    def _log(self) -> str:
+        return f"log: {self.spec.attempt_folder / 'log'}"
 
     def _ended_by_clock(self) -> Ended | None:
         if self.spec.stop_file and os.path.exists(self.spec.stop_file):
@@ -284,9 +275,14 @@ class Attempt:
             if self._seconds() > self.spec.startup_timeout_s:
                 reason = f"no training step within {self.spec.startup_timeout_s:.0f} s of the start"
                 return self._ended("failed", FailureKind.STARTUP_HANG, reason)
-        elif silent_s > max(self.spec.stall_timeout_s, _STALL_FACTOR * (self._step_s() or 0.0)):
-            return self._ended("failed", FailureKind.STALL, f"no step line for {silent_s:.0f} s")
+        elif silent_s > (limit_s := max(self.spec.stall_timeout_s, _STALL_FACTOR * self._median_step_s())):
+            reason = f"no step line for {silent_s:.0f} s after step {self._last_step()}; the limit is {limit_s:.0f} s"
+            return self._ended("failed", FailureKind.STALL, f"{reason} ({self._log})")
         return None
+
+    def _median_step_s(self) -> float:
+        """Between step lines; 0 before there are two."""
+        return statistics.median([later - one for one, later in pairwise(self._step_times)] or [0.0])
 
     def _last_step(self) -> int:
         return self._history[-1].step if self._history else 0
@@ -324,6 +320,7 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
         RAY_USAGE_STATS_ENABLED="0",
         PYTHONUNBUFFERED="1",
     )
+    environment[FILE_LOGGER_VARIABLE] = str(spec.file_log)
     if spec.configuration is not None:
         environment[OVERLAY_VARIABLE] = json.dumps(spec.configuration, sort_keys=True)
     environment.update(spec.environment)
@@ -371,22 +368,26 @@ def read_history(folder: Path) -> list[StepMetrics]:
     return [steps[step] for step in sorted(steps)]
 
 
-def validations(history: Sequence[StepMetrics], dev_rows: Mapping[str, int]) -> list[Validation]:
+def validations(
+    history: Sequence[StepMetrics], dev_rows: Mapping[str, int], dev_metric: str | None = None
+) -> list[Validation]:
     """The validations that a history shows, as `Attempt.events` would have yielded them."""
     found = []
     for position, metrics in enumerate(history):
-        if metrics.dev_accuracies():
-            found.append(validation_at(history[: position + 1], dev_rows))
+        if metrics.is_validated(dev_metric):
+            found.append(validation_at(history[: position + 1], dev_rows, dev_metric))
     return found
 
 
-def validation_at(history: Sequence[StepMetrics], dev_rows: Mapping[str, int], seconds: float = 0.0) -> Validation:
+def validation_at(
+    history: Sequence[StepMetrics], dev_rows: Mapping[str, int], dev_metric: str | None, seconds: float = 0.0
+) -> Validation:
     """The validation of the last step of a history."""
     entropies = [m.entropy for m in history if m.is_training_step and m.entropy is not None]
     recent = entropies[-ENTROPY_WINDOW_STEPS:]
     return Validation(
         step=history[-1].step,
-        accuracy=history[-1].dev_accuracy(dev_rows),
+        accuracy=history[-1].dev_accuracy(dev_rows, dev_metric),
         entropy=statistics.fmean(recent) if recent else None,
         seconds=seconds,
     )

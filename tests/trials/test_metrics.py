@@ -73,8 +73,7 @@ SOURCE = "\x1b[36m(TaskRunner pid=812)\x1b[0m "
 
 def join(lines: list[str]) -> list[StepMetrics]:
     joiner = LineJoiner()
-    found = [joiner.push(line) for line in lines]
-    return [metrics for metrics in [*found, joiner.flush()] if metrics is not None]
+    return [metrics for line in lines for metrics in joiner.push(line)] + joiner.flush()
 
 
 @pytest.mark.parametrize("cut", range(1, len(WHOLE)))
