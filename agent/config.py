@@ -28,6 +28,9 @@ class BudgetConfig(_Section):
     """Training summed over all trials."""
     inference_minutes: float = Field(10.0, gt=0, strict=True)
     """One run of inference.sh."""
+    checkpoint_gb: float | None = Field(None, gt=0, strict=True)
+    """Most disk for the checkpoints of one training, in GB: beyond it, those that can no longer be chosen are deleted. By
+    default only the checkpoints of trials that lost the search are deleted."""
 
     @field_validator("total_hours", "training_hours", "inference_minutes", mode="before")
     @classmethod

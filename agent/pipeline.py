@@ -21,14 +21,14 @@ from agent.budget import BudgetPlan, Measured, plan_budget
 from agent.config import AgentConfig, digest
 from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
+from agent.merging import merge_checkpoint
 from agent.objective import judge, score_validation
-from agent.promotion import CheckpointChoice, choose_checkpoint, choose_promotion
+from agent.promotion import CheckpointChoice, choose_checkpoint, choose_losers, choose_promotion, losing_steps
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
 from agent.submission import (
     Submission,
     is_published,
-    merge_checkpoint,
     publish,
     restore_outputs,
     run_inference,
@@ -37,8 +37,17 @@ from agent.submission import (
 )
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
-from trials.checkpoints import complete_steps, delete_checkpoints, read_checkpoints, repair_tracker
+from trials.checkpoints import (
+    bring_back,
+    complete_steps,
+    delete_checkpoints,
+    delete_over_limit,
+    read_checkpoints,
+    repair_tracker,
+    set_back,
+)
 from trials.guard import sweep, sweep_holders
+from trials.health import FailureKind
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, trial_scratch, validations
 from trials.script import OverrideValue, differing_overrides
 from verl_overlay import install
@@ -447,12 +456,21 @@ class Pipeline:
 
     def delete_losers(self) -> None:
         """Delete the checkpoints of ended trials that can no longer become the submission."""
-        state = self.state()
-        trials = [trial for trial in state.trials.values() if trial.kind != "full"]
-        leader = choose_promotion([trial for trial in trials if trial.scores])
+        trials = [trial for trial in self.state().trials.values() if trial.kind != "full"]
+        with_checkpoint = {trial.trial for trial in trials if complete_steps(self.checkpoints_of(trial))}
+        losers = choose_losers(trials, with_checkpoint)
         for trial in trials:
-            if trial.outcome is not None and leader is not None and trial.trial != leader.trial:
-                delete_checkpoints(self.folder.trial(trial.trial) / "checkpoints", keep=())
+            if trial.trial in losers:
+                delete_checkpoints(self.checkpoints_of(trial), keep=())
+            elif trial.outcome is not None:
+                self._limit_disk(trial)
+
+    def _limit_disk(self, trial: TrialState) -> None:
+        """Keep a training's checkpoints within budget.checkpoint_gb by deleting those that cannot be chosen any more."""
+        limit_gb = self.config.budget.checkpoint_gb
+        if limit_gb is not None:
+            folder = self.checkpoints_of(trial)
+            delete_over_limit(folder, losing_steps(trial.scores, complete_steps(folder)), limit_gb * 1e9)
 
     # ---- promotion and full run ----------------------------------------------------------------------------------
 
@@ -513,6 +531,7 @@ class Pipeline:
         self._bake(configuration)
         initial = self.state().initial_entropy
         assert initial is not None
+        resumed_from: int | None = None
         while True:
             state = self.state()
             attempt = (state.full_run.attempts if state.full_run else 0) + 1
@@ -521,8 +540,8 @@ class Pipeline:
                 raise StageError(
                     f"{checkpoints} already holds checkpoints of another run, which verl would resume from; move them away"
                 )
-            if attempt > 1:
-                repair_tracker(checkpoints)
+            if state.full_run is not None:
+                resumed_from = self._make_resumable(state.full_run, resumed_from)
             self.record(
                 "trial_started", trial=FULL, attempt=attempt, kind="full", origin=f"promotion of {promoted}",
                 configuration=configuration,
@@ -532,9 +551,13 @@ class Pipeline:
             def tell(validation: Validation, score: Callable[[Validation], dict[str, Any]] = score) -> None:
                 if validation.step > 0:
                     self.record("trial_scored", trial=FULL, **score(validation))
+                    full = self.state().full_run
+                    assert full is not None
+                    self._limit_disk(full)
 
             ended = self._run_attempt(self.full_run_spec(attempt, configuration), tell)
             self._record_end(FULL, ended)
+            bring_back(checkpoints)
             if ended.outcome == "completed":
                 return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
             if ended.outcome == "stopped" or attempt >= _FULL_RUN_ATTEMPTS:
@@ -543,6 +566,27 @@ class Pipeline:
                 raise StageError(
                     f"the full run failed {attempt} times, at last: {ended.reason}; `export` can still submit"
                 )
+
+    def _make_resumable(self, full_run: TrialState, resumed_from: int | None) -> int | None:
+        """Let verl go on from the newest complete checkpoint, or, if that made no step, from one before it.
+
+        Args:
+            full_run: what is known of it.
+            resumed_from: the step from which its last attempt went on, where this process knows it.
+
+        Returns:
+            The step from which the next attempt goes on; None when it begins anew.
+        """
+        checkpoints = self.full_run_checkpoints()
+        bring_back(checkpoints)  # a driver may have died during such a retry
+        newest = repair_tracker(checkpoints)
+        if full_run.failure != FailureKind.NO_PROGRESS or newest is None:
+            return newest
+        before = newest if resumed_from is None else resumed_from
+        earlier = set_back(checkpoints, before)
+        start = "from the beginning" if earlier is None else f"from step {earlier}"
+        self.decide("resume", start, f"the attempt that went on from step {before} made no step")
+        return earlier
 
     # ---- submission ----------------------------------------------------------------------------------------------
 
@@ -593,7 +637,8 @@ class Pipeline:
         )
 
         def merge() -> dict[str, Any]:
-            merge_checkpoint(self.workspace, checkpoint.actor, model, log=folder / "merge.log", run=run)
+            verl, base = self.workspace.verl, self.workspace.base_model
+            merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
             return {"model": str(model)}
 
         def infer() -> dict[str, Any]:

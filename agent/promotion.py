@@ -1,6 +1,6 @@
 """Who is promoted to the full run, and which checkpoint wins. Pure: plain values in, a decision with its reason out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from agent.ledger import Score, TrialState
@@ -74,6 +74,31 @@ def choose_checkpoint(scores: Sequence[Score], complete_steps: Sequence[int]) ->
     if overall.objective > best.objective:
         reason += f"; step {overall.step} scored {overall.objective:.4f} but has no complete checkpoint"
     return CheckpointChoice(best.step, best.objective, best.accuracy, best.entropy, reason)
+
+
+def choose_losers(trials: Sequence[TrialState], with_checkpoint: Collection[str]) -> list[str]:
+    """Ended trials whose checkpoints can never become the submission.
+
+    These are all ended trials but the best one that has a complete checkpoint. A trial that still runs may fail, so it
+    makes no loser of anybody. The ranking of ended trials cannot change: what is a loser once stays one.
+    """
+    ended = [trial for trial in trials if trial.outcome is not None]
+    candidates = [trial for trial in ended if trial.trial in with_checkpoint]
+    winner = choose_promotion(candidates)
+    return [trial.trial for trial in ended if trial.trial != winner.trial] if winner else []
+
+
+def losing_steps(scores: Sequence[Score], complete_steps: Sequence[int]) -> list[int]:
+    """Complete checkpoints of one training that can no longer be chosen, the least useful first.
+
+    Empty as long as none has been validated.
+    """
+    objective = {score.step: score.objective for score in scores}
+    choice = choose_checkpoint(scores, complete_steps)
+    if choice is None or choice.step not in objective:
+        return []
+    losers = [step for step in complete_steps if step != choice.step]
+    return sorted(losers, key=lambda step: (objective.get(step, -1.0), step))
 
 
 def _last(trial: TrialState) -> Score:

@@ -1,4 +1,4 @@
-"""Merge → inference → validate → publish. Each step leaves its result whole or not at all."""
+"""Inference → validate → publish, on a merged model. Each step leaves its result whole or not at all."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.errors import Interrupted, StageError
-from agent.tensors import LogitsError, find_model_problem, read_sample_logits
+from agent.merging import Runner
+from agent.tensors import LogitsError, read_sample_logits
 from agent.workspace import Workspace, find_vocabulary, read_sample_ids
 from trials.guard import CANNOT_WRITE, Guarded
 from trials.runner import child_environment
@@ -22,7 +22,6 @@ from trials.runner import child_environment
 RESULTS = "math_results.parquet"
 LOGITS = "math_results_logits.pt"
 _HELD = ".held_by_agent"
-_MERGE_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,6 @@ class Submission:
     accuracy: float | None
     """Share of right answers where the test file has them; None where it has none."""
     sha256: dict[str, str]
-
-
-class Runner(Protocol):
-    """`run_logged` with run and environment filled in."""
-
-    def __call__(
-        self, command: list[str], *, what: str, log: Path, cwd: Path, timeout_s: float, environment: dict[str, str]
-    ) -> None: ...
 
 
 def run_logged(
@@ -87,32 +78,6 @@ def run_logged(
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip()[:300] if lines else "the log is empty"
         raise StageError(f"{what} failed with exit code {exit_code}: {last} — see {log}")
-
-
-# ---- merge ------------------------------------------------------------------------------------------------------------
-
-
-def merge_checkpoint(workspace: Workspace, actor: Path, target: Path, *, log: Path, run: Runner) -> None:
-    """Turn a checkpoint's shards into a Hugging Face model at `target`, with the workspace's own merger.
-
-    Raises:
-        StageError: the merger failed or its result has no usable weights.
-    """
-    staging = target.with_name(target.name + ".partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    command = ["python3", str(workspace.merger), "--local_dir", str(actor)]
-    takes_target = "--target_dir" in workspace.merger.read_text(errors="replace")
-    if takes_target:
-        command += ["--target_dir", str(staging)]
-    environment = {"PYTHONPATH": str(workspace.verl)}
-    run(command, what="the merge", log=log, cwd=workspace.verl, timeout_s=_MERGE_LIMIT_S, environment=environment)
-    if not takes_target:
-        shutil.copytree(actor / "huggingface", staging)
-    problem = find_model_problem(staging, workspace.base_model)
-    if problem:
-        raise StageError(f"the merged model at {staging} cannot be used: {problem}; see {log}")
-    shutil.rmtree(target, ignore_errors=True)
-    staging.rename(target)
 
 
 # ---- inference --------------------------------------------------------------------------------------------------------

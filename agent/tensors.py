@@ -3,15 +3,20 @@
 The only module of the agent that imports torch.
 """
 
+import json
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 _ROWS_PER_CHUNK = 256
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
 
 class LogitsError(ValueError):
@@ -82,29 +87,87 @@ def row_entropy(logits: torch.Tensor) -> torch.Tensor:
 def find_model_problem(model: Path, base: Path) -> str | None:
     """Why a merged Hugging Face model cannot be used, None when it can.
 
-    It must have configuration, tokenizer and weights; every tensor of the base model with the same shape (a tied output
-    layer may be absent); and at least one tensor that differs from the base.
+    It must have configuration, tokenizer and weights that agree: an index that names files which are there, as many layers
+    and vocabulary rows as config.json says, floating-point numbers that are finite, every tensor of the base model with the
+    same shape (a tied output layer may be absent), no adapters beside them, and at least one tensor that differs.
     """
-    for name in ("config.json", "tokenizer_config.json"):
-        if not (model / name).is_file():
-            return f"{name} is missing"
     try:
+        problem = _find_file_problem(model, base)
+        if problem:
+            return problem
+        config = json.loads((model / "config.json").read_text())
         merged, original = _tensor_index(model), _tensor_index(base)
+        return (
+            _find_config_problem(config, merged)
+            or _find_base_problem(config, merged, original)
+            or _find_number_problem(merged)
+        )
     except (SafetensorError, OSError) as error:
         return f"its weights are not readable ({str(error)[:200]})"
-    if not merged:
+    except ValueError as error:
+        return f"its configuration is not readable ({str(error)[:200]})"
+
+
+def _find_file_problem(model: Path, base: Path) -> str | None:
+    """Missing files, before any is opened."""
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (model / name).is_file() or not (model / name).stat().st_size:
+            return f"{name} is missing"
+    has, needs = ([name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in (model, base))
+    if needs and not has:
+        return f"the tokenizer's {needs[0]} is missing"
+    index = model / "model.safetensors.index.json"
+    if index.is_file():
+        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [part for part in parts if not (model / part).is_file()]
+        if missing:
+            return f"{index.name} names {missing[0]}, which is missing ({len(missing)} of {len(parts)} files)"
+    if not any(model.glob("*.safetensors")):
         return "it has no safetensors weights"
-    if not original:
-        return None  # a base without safetensors has nothing to compare with
-    missing = [name for name in original if name not in merged and name != "lm_head.weight"]
+    return None
+
+
+def _find_config_problem(config: dict[str, Any], merged: dict[str, Path]) -> str | None:
+    """Whether names and sizes of the tensors are those of config.json."""
+    if not merged:
+        return "its weights hold no tensors"
+    adapter = next((name for name in merged if name.startswith("base_model.") or ".lora_" in name), None)
+    if adapter:
+        return f"tensor {adapter} belongs to an adapter that was not folded into the weights"
+    layers = {match[1] for name in merged if (match := _LAYER.match(name))}
+    expected = config.get("num_hidden_layers")
+    if layers and isinstance(expected, int) and len(layers) != expected:
+        return f"it has {len(layers)} layers, config.json says {expected}"
+    embedding, vocabulary = merged.get("model.embed_tokens.weight"), config.get("vocab_size")
+    if embedding and vocabulary and (rows := _shape(embedding, "model.embed_tokens.weight")[0]) != vocabulary:
+        return f"model.embed_tokens.weight has {rows} rows, config.json says vocab_size {vocabulary}"
+    return None
+
+
+def _find_base_problem(config: dict[str, Any], merged: dict[str, Path], original: dict[str, Path]) -> str | None:
+    """Whether it is the base model with other numbers; a base without safetensors has nothing to compare with."""
+    is_tied = config.get("tie_word_embeddings") is not False
+    missing = [name for name in original if name not in merged and not (is_tied and name == "lm_head.weight")]
     if missing:
         return f"tensor {missing[0]} is missing ({len(missing)} in all)"
     shared = [name for name in original if name in merged]
     wrong = next((name for name in shared if _shape(merged[name], name) != _shape(original[name], name)), None)
     if wrong:
         return f"tensor {wrong} has shape {_shape(merged[wrong], wrong)}, the base has {_shape(original[wrong], wrong)}"
-    if not any(_differs(merged[name], original[name], name) for name in shared):
+    if shared and not any(_differs(merged[name], original[name], name) for name in shared):
         return "every tensor equals the base model's: nothing was trained"
+    return None
+
+
+def _find_number_problem(merged: dict[str, Path]) -> str | None:
+    """A tensor that is not of a floating-point type, or not finite."""
+    for name, file in merged.items():
+        with safe_open(str(file), framework="pt") as opened:
+            tensor = opened.get_tensor(name)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            return f"tensor {name} is {tensor.dtype}, not a floating-point type of 16 bits or more"
+        if not bool(torch.isfinite(tensor).all()):
+            return f"tensor {name} holds values that are not finite"
     return None
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.errors import PreflightError
+from agent.merging import find_merger
 from trials.checkpoints import read_checkpoints
 from trials.script import ScriptError, TrainScript
 from verl_overlay import install
@@ -58,10 +59,6 @@ class Workspace:
     def core_algos(self) -> Path:
         """The only file of verl that may change."""
         return self.verl / "verl" / "trainer" / "ppo" / "core_algos.py"
-
-    @property
-    def merger(self) -> Path:
-        return self.verl / "scripts" / "model_merger.py"
 
     @property
     def datasets(self) -> Path:
@@ -187,7 +184,7 @@ def check_workspace(workspace: Workspace) -> list[CheckResult]:
         _check_file("training script", workspace.train_script),
         _check_file("inference script", workspace.inference_script),
         _check_file("inference program", workspace.scripts / "inference.py"),
-        _check_file("model merger", workspace.merger),
+        _check_merger(workspace.verl),
         _check_file("verl core_algos.py", workspace.core_algos, writable=True),
         _check_outputs(workspace.outputs),
         _check_folder("scripts folder", workspace.scripts),
@@ -225,6 +222,14 @@ def _check_folder(name: str, path: Path) -> CheckResult:
     if not _may(path, os.W_OK | os.X_OK):
         return CheckResult(name, "no permission", f"{path} is not writable; chmod it")
     return CheckResult(name, str(path))
+
+
+def _check_merger(verl: Path) -> CheckResult:
+    merger = find_merger(verl)
+    if merger is None:
+        problem = f"{verl} has neither scripts/model_merger.py nor verl/model_merger/; restore one"
+        return CheckResult("model merger", "missing", problem)
+    return CheckResult("model merger", " ".join(merger.program))
 
 
 def _check_root(root: Path) -> CheckResult:

@@ -14,6 +14,8 @@ import numpy as np
 import pandas as pd
 from safetensors.numpy import save_file
 
+from wheels import wheel_tree
+
 TRAIN_SH = """#!/usr/bin/env bash
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -167,6 +169,19 @@ def build_scripted_workspace(root: Path) -> Path:
     save_file({"model.embed_tokens.weight": np.zeros((32, 4), np.float32)}, base / "model.safetensors")
     (root / "data" / "outputs").mkdir()
     return root
+
+
+def install_trainer(root: Path, version: str) -> None:
+    """Let the workspace at `root` train with the scripted trainer of a verl version; see tests/contract."""
+    program = Path(__file__).parent / "contract" / "scripted_trainer.py"
+    package = root / "task" / "repositories" / "verl" / "verl"
+    (package / "trainer").mkdir(parents=True, exist_ok=True)
+    (root / "task" / "scripts").mkdir(exist_ok=True)
+    for folder in (package, package / "trainer"):
+        (folder / "__init__.py").touch()
+    lines = ["import runpy, sys", f"sys.argv.insert(1, {str(wheel_tree(version))!r})"]
+    lines.append(f"runpy.run_path({str(program)!r}, run_name='__main__')")
+    (package / "trainer" / "main_ppo.py").write_text("\n".join(lines))
 
 
 def agent_environment(**behaviour: object) -> dict[str, str]:

@@ -164,15 +164,19 @@ def parse_line(line: str) -> StepMetrics | None:
 
 def _goes_on(held: str, text: str, *, is_plain: bool) -> bool:
     """Whether `text` is the rest of the line that `held` begins. Plain lines have no worker's name before them."""
-    joined = held + text
     if _STEP.search(text) is not None:
         return False
     if _STEP.search(held) is None:  # cut within `step:<number> - `
-        return _STEP.search(joined) is not None
-    if _is_consumed(held) and not held.endswith(" - "):
+        return _STEP.search(held + text) is not None
+    rest = held[_consumed_length(held) :]
+    if not rest and not held.endswith(" - "):
         is_digits = not text.strip(" .0123456789")
         return bool(_GOES_ON.match(text)) and not (is_plain and is_digits)
-    return True  # cut within a field
+    cut = _FIELD.match(
+        rest + text
+    )  # cut within a field: `<group>/<name>:<value>`, spaces in names of data sources alone
+    name = cut["key"] if cut else rest + text
+    return name.startswith("val") or (" " not in name.strip() and ("/" in name or not cut))
 
 
 def _split_source(line: str) -> tuple[str, str]:
@@ -183,10 +187,9 @@ def _split_source(line: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else ("", text)
 
 
-def _is_consumed(text: str) -> bool:
-    """Whether a step line consists of whole fields up to its end."""
-    fields = list(_FIELD.finditer(text))
-    return bool(fields) and fields[-1].end() == len(text)
+def _consumed_length(text: str) -> int:
+    """How much of a step line consists of whole fields."""
+    return max((field.end() for field in _FIELD.finditer(text)), default=0)
 
 
 def _parse_text(text: str) -> StepMetrics | None:

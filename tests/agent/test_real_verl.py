@@ -6,8 +6,9 @@ import math
 from pathlib import Path
 
 from agent.ledger import Ledger, fold
+from agent.merging import merge_checkpoint
 from agent.objective import EntropyBand, score_validation
-from agent.submission import merge_checkpoint, publish, run_inference, run_logged, validate_submission
+from agent.submission import publish, run_inference, run_logged, validate_submission
 from agent.workspace import Workspace, changed_files, check_workspace, forbidden_changes, read_manifest
 from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
@@ -68,7 +69,7 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
     model, results = run / "model", run / "results"
     actor = trial / "checkpoints" / "global_step_2" / "actor"
     run_command = functools.partial(run_logged, run_tag=str(run))
-    merge_checkpoint(workspace, actor, model, log=run / "merge.log", run=run_command)
+    merge_checkpoint(workspace.verl, workspace.base_model, actor, model, log=run / "merge.log", run=run_command)
     run_inference(workspace, model, results, log=run / "inference.log", timeout_s=120, run=run_command)
     submission = validate_submission(results, workspace.test_file, model)
     assert submission.samples > 0 and 0 < submission.mean_entropy < math.log(128)

@@ -87,3 +87,24 @@ def test_whole_lines_stay_apart() -> None:
     second = WHOLE.replace("step:26", "step:27")
     lines = [SOURCE + WHOLE, SOURCE + second, SOURCE + "Training Progress: 40%", "step:3 - a/b:1", SOURCE + WHOLE]
     assert join(lines) == [parse_line(WHOLE), parse_line(second), parse_line("step:3 - a/b:1"), parse_line(WHOLE)]
+
+
+@pytest.mark.parametrize("prefix", ["", SOURCE])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        "validation generation end",
+        "step: 97 - actor/entropy:1",
+        "- a bullet of an answer",
+        "42",
+        "epoch:2",
+        "a: b - c:1",
+        "",
+    ],
+)
+def test_other_lines_are_not_taken_for_the_rest_of_a_step(prefix: str, noise: str) -> None:
+    if prefix and noise == "42":
+        pytest.skip("digits after a worker's name are the rest of a number")
+    lines = [prefix + WHOLE, prefix + noise, prefix + "step:98 - nothing", prefix + noise]
+    found = join(lines)
+    assert found[0] == parse_line(WHOLE) and [metrics.step for metrics in found] == [26]
