@@ -7,6 +7,7 @@ core_algos.py); only the training itself is scripted, so that a whole run takes 
 import json
 import os
 import shutil
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 from safetensors.numpy import save_file
 
+from verl_overlay import install
 from wheels import wheel_tree
 
 TRAIN_SH = """#!/usr/bin/env bash
@@ -172,7 +174,10 @@ def build_scripted_workspace(root: Path) -> Path:
 
 
 def install_trainer(root: Path, version: str) -> None:
-    """Let the workspace at `root` train with the scripted trainer of a verl version; see tests/contract."""
+    """Let the workspace at `root` train with the scripted trainer of a verl version; see tests/contract.
+
+    Where the workspace has a core_algos.py, it becomes that version's, if the overlay can be installed into it.
+    """
     program = Path(__file__).parent / "contract" / "scripted_trainer.py"
     package = root / "task" / "repositories" / "verl" / "verl"
     (package / "trainer").mkdir(parents=True, exist_ok=True)
@@ -182,6 +187,12 @@ def install_trainer(root: Path, version: str) -> None:
     lines = ["import runpy, sys", f"sys.argv.insert(1, {str(wheel_tree(version))!r})"]
     lines.append(f"runpy.run_path({str(program)!r}, run_name='__main__')")
     (package / "trainer" / "main_ppo.py").write_text("\n".join(lines))
+    core_algos = package / "trainer" / "ppo" / "core_algos.py"
+    if core_algos.is_file():
+        own = wheel_tree(version) / "verl" / "trainer" / "ppo" / "core_algos.py"
+        with suppress(install.OverlayError):
+            install.require_supported(own)
+            shutil.copy(own, core_algos)
 
 
 def agent_environment(**behaviour: object) -> dict[str, str]:

@@ -3,7 +3,8 @@
     python scripted_trainer.py <wheel tree> trainer.total_training_steps=8 …
 
 The environment variable SCRIPTED holds its behaviour as JSON: step_s, steps_per_epoch, total_epochs, crash_at, die_at,
-hang_at, nan_from, cut_save_at, ignore_term, leave_children, garbage; with `first_only`, a resumed one behaves well.
+hang_at, nan_from, cut_save_at, ignore_term, leave_children, garbage; with `first_only`, a resumed one behaves well, with
+`full_only`, a search trial does.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-from verl_overlay.install import configuration_identity
+from verl_overlay.install import configuration_identity, read_configuration
 from verl_parts import TORCH, Trainer, load_logger, write_archive
 
 SOURCES = ("a - b", "c")
@@ -32,12 +33,14 @@ def main(tree: Path, words: list[str]) -> int:
     options = dict(word.lstrip("+").split("=", 1) for word in words)
     behaviour = json.loads(os.environ.get("SCRIPTED", "{}"))
     total, test, save = (int(options[f"trainer.{name}"]) for name in ("total_training_steps", "test_freq", "save_freq"))
-    local_dir = options["trainer.default_local_dir"].strip("'")
+    default = f"checkpoints/{options.get('trainer.project_name')}/{options.get('trainer.experiment_name')}"
+    local_dir = options.get("trainer.default_local_dir", default).strip("'")
     trainer = Trainer(tree, {"default_local_dir": local_dir}, behaviour.get("steps_per_epoch", total))
     console = Console(tree)
     trainer.load()
     start = trainer.global_steps
-    if start and behaviour.get("first_only"):
+    is_search = "VERL_OVERLAY" in os.environ
+    if (start and behaviour.get("first_only")) or (is_search and behaviour.get("full_only")):
         behaviour = {name: behaviour[name] for name in ("steps_per_epoch", "total_epochs") if name in behaviour}
     prepare(behaviour)
     console.log({**dev_metrics(tree, start, total)}, start)
@@ -77,14 +80,23 @@ class Console:
 
 def step_metrics(tree: Path, step: int, is_nan: bool) -> dict[str, object]:
     is_old = tree.name == "v0.3.0.post1"
-    configuration = json.loads(os.environ.get("VERL_OVERLAY", "{}"))
     return {
         "actor/entropy_loss" if is_old else "actor/entropy": math.nan if is_nan else 0.5,
         "actor/pg_loss": math.nan if is_nan else 0.125,
         "actor/grad_norm": np.float64("nan") if is_nan else np.float64(0.25),
-        "actor/overlay/configuration_id": configuration_identity(configuration),
+        "actor/overlay/configuration_id": configuration_identity(read_own_configuration()),
         "timing_s/step": 0.05,
     }
+
+
+def read_own_configuration() -> dict[str, object]:
+    """What the overlay would run with: the environment's, else what is baked into core_algos.py."""
+    import verl
+
+    core_algos = Path(str(verl.__file__)).parent / "trainer" / "ppo" / "core_algos.py"
+    if "VERL_OVERLAY" in os.environ or not core_algos.is_file():
+        return dict(json.loads(os.environ.get("VERL_OVERLAY", "{}")))
+    return read_configuration(core_algos)
 
 
 def dev_metrics(tree: Path, step: int, total: int) -> dict[str, object]:
