@@ -69,7 +69,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "no inference.sh": (lambda w: (w / "task/scripts/inference.sh").unlink(), ("inference.sh does not exist",)),
     "no merger": (
         lambda w: (w / "task/repositories/verl/scripts/model_merger.py").unlink(),
-        ("model_merger.py does not",),
+        ("has neither scripts/model_merger.py nor verl/model_merger/",),
     ),
     "no dev data": (lambda w: (w / DATA / "dev.parquet").unlink(), ("dev.parquet does not exist",)),
     "no base model": (

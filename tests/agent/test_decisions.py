@@ -7,7 +7,7 @@ import pytest
 from agent.budget import BudgetPlan, Measured, plan_budget
 from agent.ledger import Score, TrialState
 from agent.objective import EntropyBand, entropy_score, forecast_exponent, judge
-from agent.promotion import choose_checkpoint, choose_promotion
+from agent.promotion import choose_checkpoint, choose_losers, choose_promotion, losing_steps
 
 BAND = EntropyBand()
 
@@ -113,3 +113,61 @@ def test_when_no_full_run_fits_the_search_gets_what_is_left() -> None:
     assert "the best trial's checkpoint will be submitted" in short.reason
     over = plan(elapsed_h=50, training_done_h=30)
     assert not over.full_run_fits and over.search_ends_s == 0 and over.training_ends_s == 0
+
+
+ENDED = [
+    trial("a", (8, 0.9), outcome="stopped"),
+    trial("b", (8, 0.2), (32, 0.5)),
+    trial("c", (8, 0.1), (32, 0.6)),
+    trial("d", (8, 0.95), outcome="failed"),
+    trial("e"),
+]
+
+
+@pytest.mark.parametrize(
+    ("with_checkpoint", "losers"),
+    [
+        ("abcde", ["a", "b", "d", "e"]),
+        ("abde", ["a", "c", "d", "e"]),  # the best has no complete checkpoint: the next one's stay
+        ("ade", ["b", "c", "d", "e"]),
+        ("de", []),  # nothing but failed ones: any may be the last resort
+        ("", []),
+    ],
+)
+def test_losers_leave_the_best_that_has_a_checkpoint(with_checkpoint: str, losers: list[str]) -> None:
+    assert choose_losers(ENDED, with_checkpoint) == losers
+
+
+def test_a_running_trial_neither_loses_nor_makes_losers() -> None:
+    running = trial("r", (8, 0.3), (32, 0.99), outcome="")
+    running.outcome = None
+    assert choose_losers([*ENDED, running], "abcder") == ["a", "b", "d", "e"]
+
+
+def test_what_was_a_loser_is_never_chosen_later() -> None:
+    """Whatever order trials end in, the final choice among all checkpoints is still there."""
+    objectives = {"t1": 0.4, "t2": 0.7, "t3": 0.6, "t4": 0.7, "t5": 0.1}
+    for first in range(5):
+        names = [*list(objectives)[first:], *list(objectives)[:first]]
+        ended: list[TrialState] = []
+        alive: set[str] = set()
+        for name in names:
+            ended.append(trial(name, (32, objectives[name]), started=float(name[1])))
+            alive.add(name)
+            alive -= set(choose_losers(ended, alive))
+        best = choose_promotion(ended)
+        assert best is not None and alive == {best.trial} == {"t2"}
+
+
+def test_losing_steps_are_those_that_cannot_be_chosen_worst_first() -> None:
+    scores = [
+        Score(step, objective, objective, 0.3) for step, objective in ((10, 0.5), (20, 0.9), (30, 0.1), (40, 0.9))
+    ]
+    assert losing_steps(scores, [5, 10, 20, 30, 40]) == [
+        5,
+        30,
+        10,
+        20,
+    ]  # 5 was never validated; of 20 and 40 the later wins
+    assert losing_steps(scores, [10, 30]) == [30]
+    assert losing_steps(scores, [5, 15]) == [] == losing_steps([], [10, 20]) == losing_steps(scores, [])

@@ -175,3 +175,36 @@ def test_a_killed_guard_leaves_no_trainer_beside_the_next_trial(make: Callable[.
     pid = int((tmp_path / "pid").read_text())
     with suppress(FileNotFoundError):
         assert Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_the_stall_limit_follows_the_median_step(make: Callable[..., TrialSpec]) -> None:
+    """One slow validation among the steps must not make the limit longer."""
+    slow = steps(1) + "\n" + "\n".join(f"sleep {pause}\n{steps(step)}" for step, pause in ((2, 0.1), (3, 0.1), (4, 3)))
+    _, ended = run(make(slow + "\nsleep 60", total_steps=9, stall_timeout_s=0.5))
+    assert ended.failure in ("stall",) and "after step" in ended.reason
+    limit = float(ended.reason.split("the limit is ")[1].split(" s")[0])
+    assert 1 <= limit <= 20, (
+        ended.reason
+    )  # twenty times about 0.1 s on a busy machine, not twenty times the mean of 1 s
+
+
+def test_the_file_logger_alone_is_enough(make: Callable[..., TrialSpec]) -> None:
+    line = '{{"step":{0},"data":{{"actor/entropy":0.5,"actor/pg_loss":0.1,"val-core/d/acc/mean@1":0.{0}}}}}'
+    script = "\n".join(f"""echo '{line.format(step)}' >> "$VERL_FILE_LOGGER_PATH\"""" for step in (1, 2, 3))
+    found, ended = run(make(script))
+    assert ended.outcome == "completed" and [validation.accuracy for validation in found] == [0.1, 0.2, 0.3]
+
+
+def test_an_explicit_dev_metric_is_the_accuracy(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    script = "echo 'step:1 - actor/entropy:0.5 - val-core/d/acc/mean@1:0.9 - val-core/e/acc/mean@4:0.25'\n" + steps(2)
+    found, _ = run(make(script, dev_metric="val-core/e/acc/mean@4", total_steps=2))
+    assert [(validation.step, validation.accuracy) for validation in found] == [(1, 0.25)]
+    again = validations(read_history(tmp_path / "t001"), {"d": 10}, "val-core/e/acc/mean@4")
+    assert [(validation.step, validation.accuracy) for validation in again] == [(1, 0.25)]
+
+
+def test_a_resumed_attempt_that_makes_no_step_says_so(make: Callable[..., TrialSpec]) -> None:
+    run(make(steps(1, 2) + "\nkill -9 $$", total_steps=9))
+    _, ended = run(make("echo 'step:2 - val-core/d/acc/mean@1:0.2'", attempt=2, total_steps=9))
+    assert (ended.outcome, ended.failure, ended.last_step) == ("failed", "no_progress", 2)
+    assert "went on from step 2 of 9, made no step and reported success" in ended.reason
