@@ -338,6 +338,8 @@ class Pipeline:
         overrides: dict[str, OverrideValue] = {
             "trainer.test_freq": every, "trainer.save_freq": every, "trainer.default_local_dir": str(checkpoints),
         }  # fmt: skip
+        if "trainer.max_actor_ckpt_to_keep" in self.workspace.script.overrides:
+            overrides["trainer.max_actor_ckpt_to_keep"] = None  # verl keeps the newest; the agent keeps the best
         concurrent = 1 if kind == "baseline" else self.config.search.concurrent
         return TrialSpec(
             script=self.workspace.script.render(overrides),
@@ -457,12 +459,12 @@ class Pipeline:
     def delete_losers(self) -> None:
         """Delete the checkpoints of ended trials that can no longer become the submission."""
         trials = [trial for trial in self.state().trials.values() if trial.kind != "full"]
-        with_checkpoint = {trial.trial for trial in trials if complete_steps(self.checkpoints_of(trial))}
-        losers = choose_losers(trials, with_checkpoint)
-        for trial in trials:
+        ended = [trial for trial in trials if trial.outcome is not None]
+        losers = choose_losers(ended, {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))})
+        for trial in ended:
             if trial.trial in losers:
                 delete_checkpoints(self.checkpoints_of(trial), keep=())
-            elif trial.outcome is not None:
+            else:
                 self._limit_disk(trial)
 
     def _limit_disk(self, trial: TrialState) -> None:

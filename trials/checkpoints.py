@@ -84,14 +84,19 @@ def find_problem(path: Path) -> str | None:
     if not (path / "data.pt").is_file():
         return "data.pt is missing: the save did not finish"
     for file in [*sorted((path / "actor").glob("*.pt")), path / "data.pt"]:
-        if file.stat().st_size == 0:
-            return f"{file.name} is empty"
         if not zipfile.is_zipfile(file):
-            return f"{file.name} is cut off"
+            return f"{file.name} is {_kind_of_damage(file)}"
     recorded = recorded_world_size(path / "actor")
     if recorded is not None and recorded != size:
         return f"fsdp_config.json tells of {recorded} ranks, the shards of {size}"
     return None
+
+
+def _kind_of_damage(file: Path) -> str:
+    try:
+        return "cut off" if file.stat().st_size else "empty"
+    except FileNotFoundError:
+        return "gone: verl is deleting this checkpoint"
 
 
 def read_world_size(actor: Path) -> int | None:

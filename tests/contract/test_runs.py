@@ -26,15 +26,21 @@ CASES: dict[str, tuple[dict[str, object], list[str | None], list[int]]] = {
     # version: behaviour of the full run, failures of its attempts, checkpoints that it leaves
     "0.3.0.post1": ({"cut_save_at": 8}, ["killed", None], [4, 8, 12, 16]),
     "0.7.1": ({"die_at": 9, "steps_per_epoch": 8, "total_epochs": 2}, ["killed", "no_progress", None], [4, 8, 12, 16]),
-    "0.9.1": ({"hang_at": 14, "leave_children": True, "ignore_term": True}, ["stall", None], [4, 8, 12, 16]),
+    "0.9.1": ({"hang_at": 14, "leave_children": True, "ignore_term": True}, ["stall", None], [16]),
 }
+"""0.9.1 has a limit for checkpoints and a train.sh that keeps the newest two."""
 
 
 @pytest.mark.parametrize("version", CASES)
 def test_a_full_run_that_fails_goes_on_and_is_submitted(tmp_path: Path, version: str) -> None:
     behaviour, failures, steps = CASES[version]
     install_trainer(build_scripted_workspace(tmp_path / "workspace"), version)
-    result = run_agent(tmp_path, "search.stall_timeout_s=2", first_only=True, full_only=True, step_s=0.05, **behaviour)
+    settings = ["search.stall_timeout_s=2"]
+    if version == "0.9.1":
+        settings.append("budget.checkpoint_gb=1e-9")
+        script = tmp_path / "workspace" / "task" / "scripts" / "train.sh"
+        script.write_text(script.read_text().replace("save_freq=4", "save_freq=4 trainer.max_actor_ckpt_to_keep=2"))
+    result = run_agent(tmp_path, *settings, first_only=True, full_only=True, step_s=0.05, **behaviour)
     assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "runs" / "run-1"
     events = Ledger(run / "ledger.jsonl").read()
@@ -47,5 +53,7 @@ def test_a_full_run_that_fails_goes_on_and_is_submitted(tmp_path: Path, version:
     resumed = [decision for decision in state.decisions if decision["what"] == "resume"]
     expected = [("from step 4", "the attempt that went on from step 8 made no step")] if version == "0.7.1" else []
     assert [(decision["chosen"], decision["reason"]) for decision in resumed] == expected
+    short = (run / "trials" / "t000" / "attempt_1" / "train.sh").read_text()
+    assert ("trainer.max_actor_ckpt_to_keep=null" in short) is (version == "0.9.1")
     assert state.stages["select"]["step"] == 16 and state.published[0]["trial"] == "full"
     assert pq.ParquetFile(tmp_path / "workspace" / "data" / "outputs" / "math_results.parquet").read().num_rows == 12
