@@ -172,9 +172,8 @@ def _goes_on(held: str, text: str, *, is_plain: bool) -> bool:
     if not rest and not held.endswith(" - "):
         is_digits = not text.strip(" .0123456789")
         return bool(_GOES_ON.match(text)) and not (is_plain and is_digits)
-    cut = _FIELD.match(
-        rest + text
-    )  # cut within a field: `<group>/<name>:<value>`, spaces in names of data sources alone
+    # Cut within a field: `<group>/<name>:<value>`, where only names of data sources have spaces.
+    cut = _FIELD.match(rest + text)
     name = cut["key"] if cut else rest + text
     return name.startswith("val") or (" " not in name.strip() and ("/" in name or not cut))
 
