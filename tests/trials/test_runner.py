@@ -203,8 +203,10 @@ def test_an_explicit_dev_metric_is_the_accuracy(make: Callable[..., TrialSpec], 
     assert [(validation.step, validation.accuracy) for validation in again] == [(1, 0.25)]
 
 
-def test_a_resumed_attempt_that_makes_no_step_says_so(make: Callable[..., TrialSpec]) -> None:
+def test_a_resumed_attempt_that_makes_no_step_says_so(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
     run(make(steps(1, 2) + "\nkill -9 $$", total_steps=9))
     _, ended = run(make("echo 'step:2 - val-core/d/acc/mean@1:0.2'", attempt=2, total_steps=9))
     assert (ended.outcome, ended.failure, ended.last_step) == ("failed", "no_progress", 2)
     assert "went on from step 2 of 9, made no step and reported success" in ended.reason
+    step = read_history(tmp_path / "t001")[-1]  # validated again: its training facts stay
+    assert (step.step, step.get("attempt"), step.entropy, step.dev_accuracies()) == (2, 2.0, 0.5, {"d": 0.2})
