@@ -546,8 +546,8 @@ def _actor_problem(core_algos: Path, shape: Shape) -> str | None:
     for actor in actors:
         try:
             tree = ast.parse(_read(actor))
-        except (SyntaxError, ValueError) as error:
-            return f"verl's actor {actor} is not valid Python: {error}"
+        except (OverlayError, SyntaxError, ValueError) as error:
+            return f"verl's actor {actor} cannot be read as Python: {error}"
         for node in ast.walk(tree):
             if (isinstance(node, ast.Name) and node.id == wanted) or (
                 isinstance(node, ast.Attribute) and node.attr == wanted

@@ -530,7 +530,7 @@ def import_fails(core_algos: Path) -> None:
         (verls_own_is_put_back, "the live policy loss is verl's own"),
         (actor_has_a_loss_of_its_own, "verl's actor does not call get_policy_loss_fn"),
         (actor_is_absent, "none of workers/actor/dp_actor.py"),
-        (actor_is_broken, "dp_actor.py is not valid Python"),
+        (actor_is_broken, "dp_actor.py cannot be read as Python"),
         (scaled_outside_the_aggregation, "the composed loss is scaled or masked differently from verl's"),
         (import_fails, "No module named 'no_such_library'"),
     ],
