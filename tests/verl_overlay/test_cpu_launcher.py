@@ -143,6 +143,6 @@ def test_killed_server_takes_everything_along(folder: Path) -> None:
 
 def test_signals_are_passed_on(folder: Path) -> None:
     server = _start(folder, "wait")
-    _read_pid(folder / "driver")
+    worker = _read_pid(folder / "worker")
     server.terminate()
-    assert server.wait(10) == -signal.SIGTERM and _gone(_read_pid(folder / "worker"))
+    assert server.wait(10) == -signal.SIGTERM and _gone(worker)
