@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from handover_roles import BONUS, ENTROPY, EXACT_TOKENS, MASK
-from wheels import wheel_tree
 
 from verl_overlay import install as overlay
+from wheels import wheel_tree
 
 SCRIPT = Path(__file__).with_name("handover_roles.py")
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import VERSIONS, wheel_tree
 
 from verl_overlay import install as overlay
 from verl_overlay.presets import PRESETS
+from wheels import VERSIONS, wheel_tree
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
