@@ -19,10 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_vanilla
-
 from overlay import Learner, actor_configuration, read_arms
+from torch.profiler import ProfilerActivity, profile
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 
 ROWS, TOKENS = 8, 4096
 LIMIT, LIMIT_WITH_SORT = 1.10, 1.25
@@ -145,11 +144,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    steps = {arm: overlay_step(Learner(configuration, agg_loss)) for arm, configuration in read_arms(args.arms).items()}
+    steps = {arm: overlay_step(Learner(configuration)) for arm, configuration in read_arms(args.arms).items()}
     costs = measure({"(verl itself)": vanilla_step(), **steps}, args.rounds)
     print(f"| arm | sorts | ms | time / verl | MiB | memory / verl | limit | within |\n|{'---|' * 8}")
     for cost in costs:
-        time_, memory = f"{cost.milliseconds:.2f} | {cost.time_ratio:.2f}", f"{cost.mebibytes:.2f} | {cost.memory_ratio:.2f}"
+        time_, memory = (
+            f"{cost.milliseconds:.2f} | {cost.time_ratio:.2f}",
+            f"{cost.mebibytes:.2f} | {cost.memory_ratio:.2f}",
+        )
         verdict = "yes" if cost.is_within else "**no**"
         print(f"| {cost.arm} | {'yes' if cost.sorts else 'no'} | {time_} | {memory} | {cost.limit:.2f} | {verdict} |")
 

@@ -4,11 +4,13 @@ An arm on a command line is the name of a preset, or `NAME={...}` with a flat JS
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
 
 from verl_overlay.configuration import OverlayError, parse_configuration
 from verl_overlay.control import ControlState
@@ -18,7 +20,6 @@ CLIP_DISTANCE, DUAL_CLIP = 0.2, 3.0
 """verl's defaults: clip distance on both sides, and the bound of dual clip."""
 
 Configuration = dict[str, Any]
-PolicyLoss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
 def presets() -> dict[str, Configuration]:
@@ -56,11 +57,24 @@ def read_arms(texts: Sequence[str]) -> dict[str, Configuration]:
 class Learner:
     """The overlay in one training process: its state, and the number of the rollout batch it is at."""
 
-    def __init__(self, configuration: Configuration, aggregate: Callable[..., torch.Tensor]) -> None:
-        """`aggregate` is verl's `agg_loss`."""
+    def __init__(self, configuration: Configuration) -> None:
         self.batch = 0
         self._state = ControlState(parse_configuration(configuration), rollout_batch_id=lambda: str(self.batch))
-        self._aggregate = aggregate
+
+    def advantages(
+        self, rewards: torch.Tensor, mask: torch.Tensor, groups: np.ndarray, entropy: torch.Tensor
+    ) -> torch.Tensor:
+        """Advantages of a rollout batch, (B, T).
+
+        Args:
+            rewards: one per response, (B,).
+            mask: (B, T) bool.
+            groups: the prompt that each response answers, (B,).
+            entropy: exact token entropies of the policy that was sampled from, nats, (B, T).
+        """
+        last = mask.sum(1) - 1
+        token_rewards = torch.zeros(mask.shape).scatter(1, last[:, None], rewards[:, None])
+        return compute_grpo_outcome_advantage(token_rewards, mask, groups)[0]
 
     def loss(
         self, old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
@@ -69,7 +83,7 @@ class Learner:
         self._state.begin_call()
         return composed_policy_loss(
             old_log_prob, log_prob, advantages, mask, "token-mean", actor_configuration(mask), None,
-            state=self._state, aggregate=self._aggregate,
+            state=self._state, aggregate=agg_loss,
         )  # fmt: skip
 
 
