@@ -7,11 +7,13 @@ The file format (YAML):
       clip_high:      {type: float, low: 0.2, high: 0.4, default: 0.2, source: "arXiv:2503.14476"}
       token_rule:     {type: choice, choices: [none, clip_cov], default: none}
       clip_cov.ratio: {type: float, low: 1e-4, high: 0.1, log: true, default: 2e-4, when: {token_rule: [clip_cov]}}
+    constants:
+      target.unit: h0
     presets:
       clip_higher:    {source: "DAPO, arXiv:2503.14476", set: {clip_high: 0.28}}
 
-A knob's name is a key of the overlay's configuration. A knob with `when` exists only where another knob, defined
-before it, has one of the listed values.
+A knob's name is a key of the overlay's configuration. A knob with `when` exists only where other knobs, defined
+before it, have one of the listed values. Constants are part of every configuration but not of the search.
 """
 
 from pathlib import Path
@@ -133,6 +135,8 @@ class SearchSpace(BaseModel):
 
     format: Literal[1] = Field(alias="schema")
     knobs: dict[str, Annotated[FloatKnob | IntKnob | ChoiceKnob, Field(discriminator="type")]]
+    constants: Configuration = {}
+    """Settings of every trial that are not searched."""
     presets: dict[str, Preset] = {}
 
     @model_validator(mode="after")
@@ -146,6 +150,9 @@ class SearchSpace(BaseModel):
                 if wrong:
                     raise ValueError(f"knob {name}: {other} can never be {wrong[0]!r}")
             seen.add(name)
+        both = set(self.constants) & seen
+        if both:
+            raise ValueError(f"{', '.join(sorted(both))} is a constant and a knob; keep one of them")
         for name, preset in self.presets.items():
             for key, value in preset.set.items():
                 if key not in self.knobs:
@@ -168,6 +175,10 @@ class SearchSpace(BaseModel):
     def preset_parameters(self, preset: str) -> Configuration:
         """Every active knob's value at a preset: what it sets, else the knob's default."""
         return self.complete(self.presets[preset].set)
+
+    def configuration(self, parameters: Configuration) -> Configuration:
+        """What a trial runs with: the constants and the values of its knobs."""
+        return self.constants | parameters
 
     def complete(self, settings: Configuration) -> Configuration:
         """`settings` with the defaults of all other active knobs."""
