@@ -1,20 +1,25 @@
-"""The overlay's policy loss as one plain function, and arms: the named configurations that a benchmark compares.
+"""The overlay in one process as a benchmark drives it, and arms: the named configurations that a benchmark compares.
 
-An arm on a command line is the name of a preset, or `NAME={...}` with a flat JSON configuration.
+An arm on a command line is the name of a preset (`python -m verl_overlay list`), `space:NAME` for a preset of the
+default search space, whose shares and targets suit short runs, or `NAME={...}` with a flat JSON configuration.
 """
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage, compute_policy_loss_vanilla
 
+from search_spaces.space import read_space, shipped_space
 from verl_overlay.configuration import OverlayError, parse_configuration
 from verl_overlay.control import ControlState
-from verl_overlay.losses import composed_policy_loss
+from verl_overlay.entry import Overlay
+from verl_overlay.presets import PRESETS
+from verl_overlay.sidefiles import SideFiles
 
 CLIP_DISTANCE, DUAL_CLIP = 0.2, 3.0
 """verl's defaults: clip distance on both sides, and the bound of dual clip."""
@@ -22,49 +27,45 @@ CLIP_DISTANCE, DUAL_CLIP = 0.2, 3.0
 Configuration = dict[str, Any]
 
 
-def presets() -> dict[str, Configuration]:
-    """Name → flat configuration of every preset."""
-    return {
-        "grpo": {},
-        "clip_higher": {"clip_high": 0.28},
-        "negative_damped": {"negative_weight": 0.3},
-        "clip_cov": {"token_rule": "clip_cov", "clip_cov.ratio": 0.05, "clip_cov.lower": 0.5},
-        "kl_cov": {"token_rule": "kl_cov", "kl_cov.ratio": 0.05},
-        "stare": {"token_rule": "stare"},
-    }
-
-
-def read_arms(texts: Sequence[str]) -> dict[str, Configuration]:
+def read_arms(texts: Sequence[str], steps: int) -> dict[str, Configuration]:
     """Name → flat configuration of the arms named on a command line; every preset when there are none.
 
+    Args:
+        steps: rollout batches of a run, for the schedules.
+
     Raises:
-        SystemExit: an unknown preset, or text that is no configuration.
+        SystemExit: an unknown name, or text that is no configuration.
     """
-    known = presets()
+    known = {name: preset.complete(steps) for name, preset in PRESETS.items()}
+    space = read_space(shipped_space("overlay"))
+    length = {"schedule.steps": steps}
+    known |= {f"space:{name}": space.configuration(space.preset_parameters(name)) | length for name in space.presets}
     arms: dict[str, Configuration] = {}
-    for text in texts:
+    for text in texts or PRESETS:
         name, given, configuration = text.partition("=")
         if not given and name not in known:
-            raise SystemExit(f"error: arm {name!r} is no preset; known are {', '.join(known)}; or write NAME={{...}}")
+            raise SystemExit(f"error: arm {name!r} is unknown; known are {', '.join(known)}; or write NAME={{...}}")
         try:
             arms[name] = json.loads(configuration) if given else known[name]
             parse_configuration(arms[name], where=f"arm {name!r}")
         except (ValueError, OverlayError) as error:
             raise SystemExit(f"error: arm {text!r}: {error}") from None
-    return arms or known
+    return arms
 
 
 class Learner:
-    """The overlay in one training process: its state, and the number of the rollout batch it is at."""
+    """The overlay of trainer and worker in one process: verl's calls in verl's order."""
 
-    def __init__(self, configuration: Configuration) -> None:
-        self.batch = 0
-        self._state = ControlState(parse_configuration(configuration), rollout_batch_id=lambda: str(self.batch))
+    def __init__(self, configuration: Configuration, folder: Path | None = None) -> None:
+        """`folder` takes the overlay's side files; without one it estimates the mean entropy by the surprisal."""
+        self._batch = 0
+        state = ControlState(parse_configuration(configuration), lambda: str(self._batch), SideFiles(folder))
+        self._overlay = Overlay(state, compute_policy_loss_vanilla, compute_grpo_outcome_advantage, agg_loss)
 
     def advantages(
         self, rewards: torch.Tensor, mask: torch.Tensor, groups: np.ndarray, entropy: torch.Tensor
     ) -> torch.Tensor:
-        """Advantages of a rollout batch, (B, T).
+        """Advantages of a new rollout batch, (B, T).
 
         Args:
             rewards: one per response, (B,).
@@ -72,19 +73,22 @@ class Learner:
             groups: the prompt that each response answers, (B,).
             entropy: exact token entropies of the policy that was sampled from, nats, (B, T).
         """
+        self._batch += 1
+        self._overlay.notice_entropy(entropy, mask, "verl.trainer.ppo.ray_trainer")
         last = mask.sum(1) - 1
         token_rewards = torch.zeros(mask.shape).scatter(1, last[:, None], rewards[:, None])
-        return compute_grpo_outcome_advantage(token_rewards, mask, groups)[0]
+        return self._overlay.grpo_advantage(token_rewards, mask, groups)[0]
 
     def loss(
-        self, old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss and metrics of one mini-batch, all (B, T); the mean over its tokens."""
-        self._state.begin_call()
-        return composed_policy_loss(
-            old_log_prob, log_prob, advantages, mask, "token-mean", actor_configuration(mask), None,
-            state=self._state, aggregate=agg_loss,
-        )  # fmt: skip
+        self,
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        actor: Any,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss and metrics of one mini-batch; all tensors (B, T), `actor` from `actor_configuration`."""
+        return self._overlay.loss_registry(old_log_prob, log_prob, advantages, mask, "token-mean", actor)
 
 
 def actor_configuration(mask: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from overlay import Configuration, Learner, read_arms
+from overlay import Configuration, Learner, actor_configuration, read_arms
 from tables import mean_and_error, print_table
 from transformers import PreTrainedModel
 from warm_start import (
@@ -118,7 +118,6 @@ def train_step(
 ) -> dict[str, float]:
     """One rollout batch and its updates; returns what was seen on the way."""
     rollouts = roll_out(policy, chosen, settings.answers)
-    learner.batch += 1
     groups = np.arange(len(rollouts.mask)) // settings.answers
     advantages = learner.advantages(rollouts.rewards, rollouts.mask, groups, rollouts.entropy)
     policy.train()
@@ -128,7 +127,9 @@ def train_step(
         sequences, mask = rollouts.sequences[rows], rollouts.mask[rows]
         tokens = sequences[:, -width:, None]
         log_prob = answer_log_probs(policy, sequences, width).gather(2, tokens).squeeze(-1)
-        loss, metrics = learner.loss(rollouts.log_prob[rows], log_prob, advantages[rows], mask)
+        loss, metrics = learner.loss(
+            rollouts.log_prob[rows], log_prob, advantages[rows], mask, actor_configuration(mask)
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to write the runs with their curves to, JSON lines")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    arms = read_arms(args.arms)
+    arms = read_arms(args.arms, args.steps)
     base = base_policy(args.base, WarmStart())
     seeds = [Settings(seed=seed, steps=args.steps, learning_rate=args.lr) for seed in range(args.seeds)]
     context = multiprocessing.get_context("spawn")
