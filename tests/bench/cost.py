@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from overlay import Learner, actor_configuration, read_arms
 from torch.profiler import ProfilerActivity, profile
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+
+from learner import Learner, actor_configuration, read_arms
 
 ROWS, TOKENS = 8, 4096
 STEPS = 1000

@@ -14,13 +14,18 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from overlay import Configuration, Learner, actor_configuration, read_arms
-from tables import mean_and_error, print_table
 from transformers import PreTrainedModel
+
+from agent.objective import EntropyBand, entropy_score
+from learner import Configuration, Learner, actor_configuration, read_arms
+from tables import mean_and_error, print_table
+from trials.embedded.problems import Problem
+from verl_overlay.cpu.generator import SamplingParams, generate
 from warm_start import (
     ANSWER_TOKENS,
     EOS,
@@ -33,10 +38,6 @@ from warm_start import (
     problems,
     prompt_of,
 )  # fmt: skip
-
-from agent.objective import EntropyBand, entropy_score
-from trials.embedded.problems import Problem
-from verl_overlay.cpu.generator import SamplingParams, generate
 
 FINAL_SAMPLES = 4
 COLUMNS = {
@@ -142,23 +143,13 @@ def train_step(
 
 def run(arm: str, configuration: Configuration, settings: Settings, base: Path) -> dict[str, Any]:
     """Train one policy from the base policy; returns final numbers and curves, JSON-serialisable."""
-    torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
     policy = new_policy()
     policy.load_state_dict(torch.load(base, weights_only=True))
-    optimizer = torch.optim.AdamW(policy.parameters(), settings.learning_rate, weight_decay=0.01, fused=True)
-    train, dev = problems()
-    dev = dev[: settings.dev_problems]
-    order = np.random.default_rng(settings.seed)
-    learner = Learner(configuration)
+    dev = problems()[1][: settings.dev_problems]
     initial = roll_out(policy, dev, FINAL_SAMPLES).mean_entropy
-    steps: list[dict[str, float]] = []
-    for step in range(1, settings.steps + 1):
-        chosen = [train[index] for index in order.choice(len(train), settings.prompts, replace=False)]
-        seen = {"step": step, **train_step(policy, optimizer, learner, chosen, settings)}
-        if step % settings.eval_every == 0 or step == settings.steps:
-            seen["greedy"] = float(roll_out(policy, dev, 1, temperature=0.0).rewards.mean())
-        steps.append(seen)
+    with TemporaryDirectory() as folder:
+        steps = train(policy, Learner(configuration, Path(folder)), dev, settings)
     final = roll_out(policy, dev, FINAL_SAMPLES)
     ratio, sampled = final.mean_entropy / initial, float(final.rewards.mean())
     return {
@@ -174,6 +165,20 @@ def run(arm: str, configuration: Configuration, settings: Settings, base: Path) 
         "score": sampled * entropy_score(ratio, EntropyBand()),
         "steps": steps,
     }
+
+
+def train(policy: PreTrainedModel, learner: Learner, dev: list[Problem], settings: Settings) -> list[dict[str, float]]:
+    """All steps, with the greedy dev accuracy now and then; returns what was seen at each."""
+    optimizer = torch.optim.AdamW(policy.parameters(), settings.learning_rate, weight_decay=0.01, fused=True)
+    prompts, order = problems()[0], np.random.default_rng(settings.seed)
+    steps: list[dict[str, float]] = []
+    for step in range(1, settings.steps + 1):
+        chosen = [prompts[index] for index in order.choice(len(prompts), settings.prompts, replace=False)]
+        seen = {"step": step, **train_step(policy, optimizer, learner, chosen, settings)}
+        if step % settings.eval_every == 0 or step == settings.steps:
+            seen["greedy"] = float(roll_out(policy, dev, 1, temperature=0.0).rewards.mean())
+        steps.append(seen)
+    return steps
 
 
 def main() -> None:
@@ -193,7 +198,7 @@ def main() -> None:
     seeds = [Settings(seed=seed, steps=args.steps, learning_rate=args.lr) for seed in range(args.seeds)]
     context = multiprocessing.get_context("spawn")
     runs: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(args.processes, context, torch.set_num_threads, (1,)) as pool:
         for future in [pool.submit(run, *arm, settings, base) for settings in seeds for arm in arms.items()]:
             runs.append(future.result())
             print(f"{runs[-1]['arm']} seed {runs[-1]['seed']}: " + numbers_of(runs[-1]), flush=True)
