@@ -64,6 +64,10 @@ class Tokens:
     entropy: float
     """Mean entropy of the behaviour policy, nats."""
 
+    def probability(self) -> torch.Tensor:
+        """pi of the sampled tokens, at most 1, (B, T)."""
+        return self.new.clamp(max=0.0).exp_()
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over response tokens of ``values`` that are 0 elsewhere; a scalar, 0 when there are none."""
         return values.sum() / (self.count + 1e-8)
@@ -298,7 +302,7 @@ def steer_weights(tokens: Tokens, lowest: float) -> torch.Tensor:
     ``Omega = A r (1 - pi)^2 (log pi + H)``, ``k = -ln(lowest) / max(max |Omega|, 0.02)``. H is the mean entropy, as
     the loss does not see each token's; the size of Omega enters, not its sign.
     """
-    change = tokens.new.exp().neg_().add_(1.0).square_().mul_(tokens.new + tokens.entropy)
+    change = tokens.probability().neg_().add_(1.0).square_().mul_(tokens.new + tokens.entropy)
     change.mul_(tokens.ratio).mul_(tokens.advantages).abs_()
     rate = math.log(lowest) / change.max().clamp(min=0.02) if change.numel() else 0.0
     return change.mul_(rate).exp_()
@@ -310,7 +314,7 @@ def opefo_weights(tokens: Tokens, limit: float) -> torch.Tensor:
     The first-order change is taken as ``D = -A pi (log pi + H)`` with the mean entropy H. lambda makes its sum 0:
     ``(|S-| - S+) / (|S-| + S+)``, limited to +-``limit``; S+ and S- are the sums of positive and negative D. (B, T).
     """
-    change = tokens.new.exp().mul_(tokens.new + tokens.entropy).mul_(tokens.advantages).neg_()
+    change = tokens.probability().mul_(tokens.new + tokens.entropy).mul_(tokens.advantages).neg_()
     total, absolute = change.sum(), change.abs().sum()
     balance = (-total / (absolute + 1e-12)).clamp(-limit, limit)
     return torch.sign(change).mul_(balance).add_(1.0)
