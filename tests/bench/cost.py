@@ -73,8 +73,8 @@ def vanilla_step() -> Step:
     actor = actor_configuration(mask)
 
     def step() -> None:
-        new.grad = None
         compute_policy_loss_vanilla(old, new, advantages, mask, "token-mean", actor)[0].backward()
+        new.grad = None
 
     return step
 
@@ -85,8 +85,8 @@ def overlay_step(learner: Learner) -> Step:
     actor = actor_configuration(mask)
 
     def step() -> None:
-        new.grad = None
         learner.loss(old, new, advantages, mask, actor)[0].backward()
+        new.grad = None
 
     return step
 
