@@ -10,8 +10,9 @@ and a source of learning curves, not a trainer: what holds here is a hypothesis 
 import argparse
 import json
 import multiprocessing
+import signal
 import statistics
-from concurrent.futures import ProcessPoolExecutor
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -192,21 +193,27 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file to write the runs with their curves to, JSON lines")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the pool's exit, which ends its processes
     torch.set_num_threads(1)
     arms = read_arms(args.arms, args.steps)
     base = base_policy(args.base, WarmStart())
     seeds = [Settings(seed=seed, steps=args.steps, learning_rate=args.lr) for seed in range(args.seeds)]
-    context = multiprocessing.get_context("spawn")
+    jobs = [(arm, configuration, settings, base) for settings in seeds for arm, configuration in arms.items()]
     runs: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.processes, context, torch.set_num_threads, (1,)) as pool:
-        for future in [pool.submit(run, *arm, settings, base) for settings in seeds for arm in arms.items()]:
-            runs.append(future.result())
-            print(f"{runs[-1]['arm']} seed {runs[-1]['seed']}: " + numbers_of(runs[-1]), flush=True)
+    with multiprocessing.get_context("spawn").Pool(args.processes, torch.set_num_threads, (1,)) as pool:
+        for result in pool.imap_unordered(run_job, jobs):
+            runs.append(result)
+            print(f"{result['arm']} seed {result['seed']}: {numbers_of(result)}", flush=True)
             if args.out:
                 with args.out.open("a") as file:
-                    file.write(json.dumps(runs[-1]) + "\n")
+                    file.write(json.dumps(result) + "\n")
     print(f"\nH0 {runs[0]['initial_entropy']:.3f} nats; area in nats × steps; ± standard error of {args.seeds} seeds")
     print_table(["arm", *COLUMNS.values()], [row_of(arm, runs) for arm in arms])
+
+
+def run_job(job: tuple[str, Configuration, Settings, Path]) -> dict[str, Any]:
+    """`run` with its arguments in a tuple, as a pool hands them over."""
+    return run(*job)
 
 
 def numbers_of(result: dict[str, Any]) -> str:
