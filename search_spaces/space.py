@@ -13,7 +13,8 @@ The file format (YAML):
       clip_higher:    {source: "DAPO, arXiv:2503.14476", set: {clip_high: 0.28}}
 
 A knob's name is a key of the overlay's configuration. A knob with `when` exists only where other knobs, defined
-before it, have one of the listed values. Constants are part of every configuration but not of the search.
+before it, have one of the listed values; a list of such conditions means any of them. Constants are part of every
+configuration but not of the search.
 """
 
 from pathlib import Path
@@ -42,13 +43,20 @@ class Suggester(Protocol):
 class _Knob(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    when: dict[str, list[Value]] = {}
-    """Other knob → values under which this knob exists."""
+    when: dict[str, list[Value]] | list[dict[str, list[Value]]] = {}
+    """Other knob → values under which this knob exists; of several such mappings any one will do."""
     source: str = ""
     """Where range and default come from."""
 
+    @property
+    def conditions(self) -> list[dict[str, list[Value]]]:
+        """The alternatives of `when`."""
+        return [self.when] if isinstance(self.when, dict) else self.when
+
     def is_active(self, chosen: Configuration) -> bool:
-        return all(chosen.get(other) in values for other, values in self.when.items())
+        return any(
+            all(chosen.get(other) in values for other, values in condition.items()) for condition in self.conditions
+        )
 
 
 class FloatKnob(_Knob):
@@ -143,7 +151,7 @@ class SearchSpace(BaseModel):
     def _check_references(self) -> "SearchSpace":
         seen: set[str] = set()
         for name, knob in self.knobs.items():
-            for other, values in knob.when.items():
+            for other, values in ((other, condition[other]) for condition in knob.conditions for other in condition):
                 if other not in seen:
                     raise ValueError(f"knob {name}: 'when' names {other}, which is not a knob defined before it")
                 wrong = [value for value in values if not self.knobs[other].accepts(value)]

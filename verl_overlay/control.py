@@ -240,8 +240,6 @@ class ControlState:
     def begin_call(self) -> None:
         """Count a call; when it is the first of a new rollout batch, make a step."""
         self.calls += 1
-        if not self.moves:
-            return
         batch_id = self.rollout_batch_id()
         if batch_id is not None and batch_id != self._batch_id:
             before, self.exact_entropy = self.entropy, self.side_files.new_entropy()
@@ -249,7 +247,8 @@ class ControlState:
                 self.initial_entropy = self.exact_entropy if before is None else before
             if self._batch_id is not None:
                 self._move(1.0)
-            self._record()
+            if self.moves:
+                self._record()
         self._batch_id = batch_id
 
     def observe(self, surprisal: float, share: float) -> None:
@@ -267,7 +266,7 @@ class ControlState:
 
     def end_call(self, share: float) -> None:
         """Without rollout-batch ids, move by this call's share of its mini-batch."""
-        if self.moves and self._batch_id is None:
+        if self._batch_id is None:
             if self.initial_entropy is None:
                 self.initial_entropy = self.entropy
             self._move(share)

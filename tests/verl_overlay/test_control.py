@@ -180,11 +180,15 @@ def test_without_ids_the_shares_of_a_mini_batch_add_up_to_a_step() -> None:
     assert state.positive == pytest.approx(0.4)
 
 
-def test_nothing_moves_that_is_not_driven() -> None:
-    state = state_of({"token_rule": "cw"}, iter("abc"))
+def test_nothing_moves_that_is_not_driven(tmp_path: Path) -> None:
+    state = state_of({"token_rule": "steer"}, iter("abc"), side_files=SideFiles(tmp_path))
+    before = (state.positive, state.negative, state.coef, state.amplify, state.damp, state.kl_coef)
     for _ in range(3):
+        SideFiles(tmp_path).publish_entropy(0.2)
         run(state, 0.1)
-    assert not state.moves and state.steps == 0.0 and state.calls == 3
+    assert not state.moves and (state.steps, state.calls) == (2.0, 3) and read_records(tmp_path) == []
+    assert (state.positive, state.negative, state.coef, state.amplify, state.damp, state.kl_coef) == before
+    assert state.entropy == 0.2  # which steer and others look at
 
 
 def test_the_surprisal_average_has_a_half_life_of_one_mini_batch() -> None:
