@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from agent.objective import EntropyBand, entropy_score
 from agent.workspace import Workspace
 from learner import Configuration, read_arms
 from tables import mean_and_error, print_table
@@ -28,7 +29,7 @@ from trials.runner import ENTROPY_WINDOW_STEPS, Attempt, Ended, TrialSpec, read_
 from verl_overlay import install
 
 VALIDATE_EVERY = 6
-TITLES = ["arm", "runs", "dev accuracy", "best dev accuracy", "H / H0", "area under H (nats × steps)"]
+TITLES = ["arm", "runs", "dev accuracy", "best dev accuracy", "H / H0", "area under H (nats × steps)", "score"]
 
 Result = dict[str, Any]
 
@@ -171,11 +172,13 @@ def table(results: list[Result], arms: dict[str, Configuration], overlay: str) -
 
 
 def numbers_of(result: Result, initial_entropy: float) -> tuple[float, ...]:
-    """Final and best dev accuracy, H / H0 over the last steps, area under the entropy curve by trapezoids."""
+    """Final and best dev accuracy, H / H0 over the last steps, area under the entropy curve by trapezoids, and the
+    objective of the final policy: dev accuracy × entropy score."""
     accuracies = [accuracy for _, accuracy in result["dev"]]
     entropies = [entropy for _, entropy in result["entropy"]]
-    last = statistics.fmean(entropies[-ENTROPY_WINDOW_STEPS:])
-    return accuracies[-1], max(accuracies), last / initial_entropy, float(np.trapezoid(entropies))
+    ratio = statistics.fmean(entropies[-ENTROPY_WINDOW_STEPS:]) / initial_entropy
+    score = accuracies[-1] * entropy_score(ratio, EntropyBand())
+    return accuracies[-1], max(accuracies), ratio, float(np.trapezoid(entropies)), score
 
 
 def main() -> None:
