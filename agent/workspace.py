@@ -118,15 +118,16 @@ class Workspace:
     def test_candidates(self) -> tuple[Path, ...]:
         """Where the test questions may be, the likeliest first.
 
-        A parquet file whose `<folder>/<file>` the inference scripts name; else `test.parquet` beside a dev file; else any
-        `test.parquet` in data/datasets. Never a file that trains or judges.
+        Parquet files whose `<folder>/<file>` the inference scripts name; else `test.parquet` beside a dev file, then any
+        other in data/datasets. Never a file that trains or judges.
         """
         used = {*self.train_files, *self.dev_files}
         files = [path for path in sorted(self.datasets.glob("*/*.parquet")) if path not in used]
         texts = [read_text(path) for path in (self.inference_script, self.scripts / "inference.py")]
         named = [path for path in files if any(f"{path.parent.name}/{path.name}" in text for text in texts)]
         beside = [path for path in (file.with_name("test.parquet") for file in self.dev_files) if path not in used]
-        there = [path for path in (*named, *beside) if path.is_file()] or [f for f in files if f.name == "test.parquet"]
+        others = [path for path in files if path.name == "test.parquet"]
+        there = named or [path for path in (*beside, *others) if path.is_file()]
         return tuple(dict.fromkeys(there)) or tuple(beside) or (self.datasets / "test.parquet",)
 
     @property
