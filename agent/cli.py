@@ -66,6 +66,23 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--workspace", metavar="DIR", help="as for run")
     doctor.set_defaults(verb=_doctor)
 
+    init = verbs.add_parser("init", help="create a workspace for your own model and data on GPUs")
+    init.add_argument("target", type=Path, metavar="DIR", help="folder to create")
+    init.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the base model")
+    for split in ("train", "dev", "test"):
+        text = f"{split} data: parquet in verl's schema, or parquet or JSON lines with question and answer"
+        init.add_argument(f"--{split}", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    init.add_argument(
+        "--gpus", type=_positive, metavar="N", help="GPUs of one training; by default those of this machine"
+    )
+    init.add_argument("--steps", type=_positive, metavar="N", help="training steps; by default two epochs, 40 to 400")
+    init.add_argument("--responses", type=_positive, default=8, metavar="N", help="responses to each prompt (8)")
+    init.add_argument("--response-tokens", type=_positive, default=2048, metavar="N", help="longest response (2048)")
+    init.add_argument("--verl", type=Path, metavar="DIR", help="verl checkout to copy; by default the installed verl")
+    init.add_argument("--training-env", type=Path, metavar="DIR", help="environment to copy verl from")
+    init.add_argument("--copy-model", action="store_true", help="copy the model instead of linking to it")
+    init.set_defaults(verb=_init)
+
     for name, verb, text in (
         ("resume", _resume, "go on with an interrupted run"),
         ("export", _export, "make and publish a submission from the best trial so far"),
@@ -157,6 +174,34 @@ def _doctor(options: argparse.Namespace) -> None:
         raise PreflightError(f"{failed} of {len(results)} checks failed: {names}; the table says what to do")
 
 
+def _init(options: argparse.Namespace) -> None:
+    import os
+
+    from agent.machine import read_gpus
+    from agent.scaffold import Request, build_scaffold
+
+    gpus = options.gpus
+    if gpus is None:
+        found, _ = read_gpus(os.environ)
+        gpus = len(found) if found else 8
+    request = Request(
+        target=options.target,
+        model=options.model,
+        train=tuple(options.train),
+        dev=tuple(options.dev),
+        test=tuple(options.test),
+        gpus=gpus,
+        steps=options.steps,
+        responses=options.responses,
+        response_tokens=options.response_tokens,
+        verl=options.verl,
+        training_env=options.training_env,
+        copy_model=options.copy_model,
+    )
+    print("\n".join(build_scaffold(request)))
+    print(f"next: python run_agent.py doctor --workspace {options.target}")
+
+
 def _execute(folder: "RunFolder", config: "AgentConfig") -> None:
     from agent.pipeline import Pipeline
     from agent.report import write_report
@@ -209,6 +254,13 @@ def _report(options: argparse.Namespace) -> None:
     from agent.run_folder import find_run_folder
 
     print(write_report(find_run_folder(options.runs, options.run).path))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------

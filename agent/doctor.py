@@ -231,7 +231,9 @@ def read_colocation(verl: Path) -> int | None:
     for file in ("trainer/ppo/ray_trainer.py", "single_controller/ray/base.py"):
         _, found, manager = read_text(verl / "verl" / file).partition("class ResourcePoolManager")
         match = (
-            re.search(r"^[^#\n]*\bmax_colocate_count(?:: int)?\s*=\s*(\d+)", manager, re.MULTILINE) if found else None
+            re.search(r"^[^#\n]*\bmax_colocate_count(?:: int)?\s*=\s*(\d+)\s*(?:[,)]|$)", manager, re.MULTILINE)
+            if found
+            else None
         )
         if match:
             return int(match[1])
@@ -454,12 +456,12 @@ def _check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
         return CheckResult(name, path or own[0])
     if any("reward_manager" in key or "reward_model.enable" in key for key in overrides):
         return CheckResult(name, "chosen by train.sh")
-    known = read_reward_sources(workspace.verl)
+    known = read_reward_sources(workspace.verl / "verl")
     if not known:
         return CheckResult(name, "verl's own, data sources unknown")
-    strange = [source for source in sources if not any(source == k or (p and source.startswith(k)) for k, p in known)]
+    strange = [source for source in sources if not is_known_source(source, known)]
     if strange:
-        file = workspace.verl / _REWARDS
+        file = workspace.verl / "verl" / _REWARDS
         problem = (
             f"{file} names no reward for {', '.join(map(repr, strange))}; set custom_reward_function.path in train.sh"
         )
@@ -467,13 +469,18 @@ def _check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
     return CheckResult(name, "verl's own, by data source")
 
 
-_REWARDS = Path("verl/utils/reward_score/__init__.py")
+_REWARDS = Path("utils/reward_score/__init__.py")
 
 
-def read_reward_sources(verl: Path) -> set[tuple[str, bool]]:
-    """Data sources that verl's reward functions name, with True for a mere beginning; read in their source."""
+def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
+    """Whether a data source is among those of `read_reward_sources`."""
+    return any(source == name or (is_beginning and source.startswith(name)) for name, is_beginning in known)
+
+
+def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
+    """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
     try:
-        tree = ast.parse((verl / _REWARDS).read_text())
+        tree = ast.parse((package / _REWARDS).read_text())
     except (OSError, SyntaxError, ValueError):
         return set()
     found = set()

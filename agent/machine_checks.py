@@ -244,7 +244,7 @@ def _check_disk(volume: Volume, items: list[tuple[Path, str, int | None, bool]])
 def _check_open_files(machine: Machine, demand: Demand) -> CheckResult:
     name, limit = "open files", machine.open_files
     found = "unlimited" if limit is None else f"at most {limit} per process"
-    wanted = 65536 if demand.needs_gpus else 4096
+    wanted = 16384 if demand.needs_gpus else 4096
     if limit is not None and limit < 1024:
         return CheckResult(name, found, f"Ray cannot work with so few; ulimit -n {wanted}")
     if limit is not None and limit < wanted:

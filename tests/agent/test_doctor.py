@@ -523,7 +523,7 @@ def test_a_header_longer_than_its_file_is_no_model(workspace: Path) -> None:
 
 def test_rewards_of_the_real_verl_are_read(workspace: Path, tmp_path: Path) -> None:
     verl = Workspace(build_workspace(tmp_path / "embedded")).verl
-    sources = read_reward_sources(verl)
+    sources = read_reward_sources(verl / "verl")
     assert ("openai/gsm8k", False) in sources and ("aime", True) in sources and ("math", False) in sources
     assert read_colocation(verl) == 3
 
@@ -640,8 +640,8 @@ def test_too_few_cpus_for_the_placement_group_fail(workspace: Path) -> None:
 
 
 MACHINE_FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "few open files": ({"open_files": 256}, "open files", "failed", "ulimit -n 65536"),
-    "low open files": ({"open_files": 4096}, "open files", "warning", "ulimit -n 65536"),
+    "few open files": ({"open_files": 256}, "open files", "failed", "ulimit -n 16384"),
+    "low open files": ({"open_files": 4096}, "open files", "warning", "ulimit -n 16384"),
     "few threads": ({"threads": 100}, "threads", "failed", "can't start new thread"),
     "low threads": ({"threads": 2000}, "threads", "warning", "pids limit"),
     "little shared memory": ({"shared_memory_bytes": 64 * 2**20}, "shared memory", "warning", "--shm-size"),
