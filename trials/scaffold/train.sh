@@ -52,5 +52,4 @@ exec python3 -m verl.trainer.main_ppo \
   trainer.total_training_steps=@STEPS@ \
   trainer.save_freq=@SAVE_FREQ@ \
   trainer.test_freq=@SAVE_FREQ@ \
-  trainer.val_before_train=True \
   "$@"
