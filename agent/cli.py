@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> None:
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)
     checks = require_healthy(config, workspace)
-    from agent.pipeline import plan_rungs
+    from agent.rungs import plan_rungs
 
     rungs = plan_rungs(config, workspace)
     with ExitStack() as locks:

@@ -6,7 +6,7 @@ pyarrow alone reads them, so a file that another version of `datasets` cannot op
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,6 @@ class Dataset:
     """Ground truths that are not text → the text they are read as; a few examples."""
     questions: Counter[bytes] = field(default_factory=Counter)
     """Digest of the prompt's text → rows."""
-    prompt_bytes: list[int] = field(default_factory=list)
-    """Length of each prompt's text in UTF-8."""
     newer_features: list[str] = field(default_factory=list)
     """Names of files whose metadata holds the feature `List`, which `datasets` before version 4 cannot read."""
 
@@ -81,14 +79,29 @@ def _has_list_feature(metadata: dict[bytes, bytes]) -> bool:
     return any(f'"_type":"{name}"'.encode() in text.replace(b" ", b"") for name in ("List", "LargeList"))
 
 
+def read_prompts(paths: Sequence[Path]) -> Iterator[str]:
+    """The text of every usable prompt; a file that cannot be read has none."""
+    for path in paths:
+        try:
+            for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE, columns=["prompt"]):
+                for prompt in batch.column("prompt").to_pylist():
+                    if _find_prompt_problem(prompt) is None:
+                        yield _prompt_text(prompt)
+        except (pa.ArrowException, OSError, ValueError):
+            continue
+
+
+def _prompt_text(messages: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
+
+
 def _read_row(dataset: Dataset, where: str, record: dict[str, Any]) -> None:
     dataset.rows += 1
     complaint = find_row_problem(record)
     if complaint:
         dataset.bad_rows.append(f"{where}: {complaint}")
         return
-    text = "\n".join(str(message["content"]) for message in record["prompt"])
-    dataset.prompt_bytes.append(len(text.encode()))
+    text = _prompt_text(record["prompt"])
     dataset.questions[hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()] += 1
     if "data_source" in record:
         dataset.sources[record["data_source"]] += 1

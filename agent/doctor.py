@@ -7,6 +7,7 @@ import ast
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
@@ -27,11 +28,14 @@ from agent.dataset import (
     check_overlap,
     check_sample_ids,
     read_dataset,
+    read_prompts,
 )
 from agent.errors import PreflightError
 from agent.machine import Machine, read_machine
-from agent.machine_checks import Demand, check_machine
+from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
 from agent.model_files import WeightsError, check_model, count_parameters
+from agent.rungs import plan_rungs
+from agent.token_counts import count_tokens_of
 from agent.workspace import Workspace, find_vocabulary, read_text
 from trials.checkpoints import read_checkpoints
 from verl_overlay import install
@@ -57,19 +61,24 @@ def require_healthy(config: AgentConfig, workspace: Workspace, *, is_resumed: bo
     Args:
         config: of the run.
         workspace: its workspace.
-        is_resumed: then checkpoints of its own may lie in train.sh's folder.
+        is_resumed: then what it wrote may fill the disk or train.sh's folder, and what it left behind may hold GPUs: a
+            warning, because the run goes on from there and ends its leftovers first.
 
     Raises:
         PreflightError: at least one failed; the message lists every one.
     """
     results = check_all(config, workspace, read_machine())
     if is_resumed:
-        results = [result for result in results if result.name != "checkpoint folder"]
+        results = [replace(result, is_fatal=False) if _is_own_doing(result.name) else result for result in results]
     remarkable = [result for result in results if result.state != "ok"]
     if remarkable:
         print_table(remarkable)
     require_sound(results)
     return results
+
+
+def _is_own_doing(name: str) -> bool:
+    return name in ("checkpoint folder", FREE_GPUS) or name.startswith(DISK)
 
 
 def check_workspace(workspace: Workspace, training_env: Path | None = None) -> list[CheckResult]:
@@ -405,7 +414,7 @@ def _check_data(workspace: Workspace, training_env: Path | None) -> list[CheckRe
         results.append(check_answers(train, dev))
     results += check_overlap({"training": train, "dev": dev, "test": test})
     results.append(check_features([train, dev, test], read_package_version("datasets", training_env)))
-    results.append(_check_prompt_length(workspace, train, dev))
+    results.append(_check_prompt_length(workspace, training_env))
     if workspace.train_script.is_file():
         results.append(_check_reward(workspace, {*train.sources, *dev.sources}))
     return results
@@ -420,28 +429,30 @@ def _check_test(workspace: Workspace, test: Dataset) -> CheckResult:
     return result
 
 
-def _check_prompt_length(workspace: Workspace, train: Dataset, dev: Dataset) -> CheckResult:
-    """A prompt of at most so many bytes cannot have more tokens; for the others the number of tokens is not known."""
+def _check_prompt_length(workspace: Workspace, training_env: Path | None) -> CheckResult:
+    """Every dev prompt must fit, or it stops verl, is cut, or (with filter_overlong_prompts) is not scored."""
     name = "prompt length"
-    limit = _known(lambda: workspace.setting_int("data.max_prompt_length"))
-    longest = max([*train.prompt_bytes, *dev.prompt_bytes], default=0)
+    limit = _number(workspace, "data.max_prompt_length")
     if limit is None:
-        return CheckResult(name, f"longest prompt {longest} bytes, data.max_prompt_length unknown")
-    filtered = _known(lambda: workspace.setting("data.filter_overlong_prompts")) in ("True", "true")
-    certain = sum(size > _BYTES_OF_A_TOKEN * limit for size in dev.prompt_bytes)
-    found = f"longest prompt {longest} bytes, limit {limit} tokens"
-    if certain:
+        return CheckResult(name, "data.max_prompt_length unknown")
+    doubtful = [text for text in read_prompts(workspace.dev_files) if len(text.encode()) > limit]
+    found = f"at most {limit} tokens"
+    if not doubtful:
+        return CheckResult(name, f"{found}; no dev prompt has more bytes than that")
+    model = _known(lambda: workspace.base_model)
+    counts = count_tokens_of(doubtful, model, training_env) if model else None
+    if counts is None:
+        return CheckResult(
+            name, f"{found}; {len(doubtful)} dev prompts may have more (their tokens cannot be counted here)"
+        )
+    found += f"; the longest dev prompt has {max(counts)} without its chat template"
+    over = sum(count > limit for count in counts)
+    if over:
+        filtered = _known(lambda: workspace.setting("data.filter_overlong_prompts")) in ("True", "true")
         effect = "would not be scored" if filtered else "stop verl or are cut"
-        problem = f"{certain} dev prompts are longer than {limit} tokens and {effect}; raise data.max_prompt_length"
+        problem = f"{over} dev prompts are longer than {limit} tokens and {effect}; raise data.max_prompt_length"
         return CheckResult(name, found, problem)
-    possible = sum(size > limit for size in dev.prompt_bytes)
-    return CheckResult(
-        name, found + (f"; {possible} dev prompts may exceed it (tokens not counted)" if possible else "")
-    )
-
-
-_BYTES_OF_A_TOKEN = 16
-"""Text that needs fewer tokens than bytes divided by this does not occur in questions."""
+    return CheckResult(name, found)
 
 
 def _check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
@@ -513,8 +524,6 @@ def read_package_version(package: str, training_env: Path | None) -> str | None:
 
 
 def _check_rungs(config: AgentConfig, workspace: Workspace) -> tuple[tuple[int, ...] | None, CheckResult]:
-    from agent.pipeline import plan_rungs
-
     try:
         rungs = plan_rungs(config, workspace)
     except (PreflightError, OSError, pa.ArrowException) as error:
@@ -546,10 +555,18 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
         test_rows=test.rows or None,
         response_tokens=_number(workspace, "data.max_response_length"),
         vocabulary=find_vocabulary(model) if model else None,
+        devices=read_devices(read_text(workspace.train_script)),
         runs=config.runs,
         full_run_folder=_known(lambda: workspace.full_run_checkpoints(config.runs)) or config.runs,
         outputs=workspace.outputs,
     )
+
+
+def read_devices(script: str) -> str | None:
+    """CUDA_VISIBLE_DEVICES where a script sets it to a plain value; None where it does not or computes it."""
+    assigned = re.findall(r"^\s*(?:export\s+)?CUDA_VISIBLE_DEVICES=([^\s;#]*)", script, re.MULTILINE)
+    value = assigned[-1].strip("\"'") if assigned else None
+    return None if value is None or "$" in value else value
 
 
 def _count_parameters(model: Path) -> int | None:

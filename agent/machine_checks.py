@@ -9,6 +9,8 @@ from agent.checks import CheckResult, format_bytes, warning
 from agent.machine import Gpu, Machine, Volume, read_volume, select_visible
 
 GIB = 2**30
+FREE_GPUS, DISK = "free GPUs", "disk of "
+"""Names of checks whose failure a resumed run may itself have caused."""
 _CHECKPOINT_BYTES = 12
 """Per parameter: weights and two optimizer moments in single precision."""
 _MERGED_BYTES = 4
@@ -38,6 +40,8 @@ class Demand:
     test_rows: int | None
     response_tokens: int | None
     vocabulary: int | None
+    devices: str | None
+    """CUDA_VISIBLE_DEVICES as train.sh sets it; None: it does not."""
     runs: Path
     full_run_folder: Path
     outputs: Path
@@ -52,7 +56,7 @@ def check_machine(
 ) -> list[CheckResult]:
     """All comparisons. `volume_of` tells the volume of a folder."""
     return [
-        _check_gpus(machine, demand),
+        *_check_gpus(machine, demand),
         *([_check_nodes(demand)] if demand.nodes > 1 else []),
         _check_cpus(machine, demand),
         _check_memory(machine, demand),
@@ -67,15 +71,14 @@ def check_machine(
 # ---- GPUs and CPUs ----------------------------------------------------------------------------------------------------
 
 
-def _check_gpus(machine: Machine, demand: Demand) -> CheckResult:
+def _check_gpus(machine: Machine, demand: Demand) -> list[CheckResult]:
     """Asked, visible and free, per device."""
     name = "GPUs"
     if not demand.needs_gpus:
-        return CheckResult(name, f"none asked (trainer.device={demand.device})")
+        return [CheckResult(name, f"none asked (trainer.device={demand.device})")]
     if demand.device != "cuda":
-        return warning(
-            name, f"unknown (trainer.device={demand.device})", "only NVIDIA GPUs can be counted; check by hand"
-        )
+        problem = "only NVIDIA GPUs can be counted; check by hand"
+        return [warning(name, f"unknown (trainer.device={demand.device})", problem)]
     each = demand.gpus_per_node or 0
     asked = each * demand.concurrent
     text = f"asked {asked} ({demand.concurrent} trials × {each})"
@@ -83,19 +86,24 @@ def _check_gpus(machine: Machine, demand: Demand) -> CheckResult:
         problem = (
             f"{machine.gpu_problem}, so the GPUs are unknown; run on a machine where nvidia-smi lists {asked} GPUs"
         )
-        return CheckResult(name, f"{text}, visible unknown", problem)
-    visible, complaint = select_visible(machine.gpus, machine.mig, machine.visible)
+        return [CheckResult(name, f"{text}, visible unknown", problem)]
+    setting = machine.visible if demand.devices is None else demand.devices
+    visible, complaint = select_visible(machine.gpus, machine.mig, setting)
+    if complaint is None and any(isinstance(device, str) for device in visible) and each > 1:
+        complaint = "NCCL cannot join MIG slices into one trainer; make whole GPUs visible"
+    if complaint is None and len(visible) < asked:
+        complaint = _smaller_plan(demand, each, len(visible), f"only {len(visible)} GPUs are visible; add some")
+    found = f"{text}, on the machine {len(machine.gpus)}, visible {len(visible)}"
+    return [CheckResult(name, found, complaint), _check_free_gpus(demand, visible, each, asked)]
+
+
+def _check_free_gpus(demand: Demand, visible: list[Gpu | str], each: int, asked: int) -> CheckResult:
     free = [device for device in visible if isinstance(device, str) or device.is_free]
-    found = (
-        f"{text}, on the machine {len(machine.gpus)}, visible {len(visible)}, free {len(free)}: {_describe(visible)}"
-    )
-    if complaint:
-        return CheckResult(name, found, complaint)
-    if any(isinstance(device, str) for device in visible) and each > 1:
-        return CheckResult(name, found, "NCCL cannot join MIG slices into one trainer; make whole GPUs visible")
-    if len(free) < asked:
-        return CheckResult(name, found, _smaller_plan(demand, each, len(visible), len(free)))
-    return CheckResult(name, found)
+    found = f"{len(free)} of {len(visible)} visible: {_describe(visible) or 'none'}"
+    if len(free) < min(asked, len(visible)):
+        lack = f"only {len(free)} of {len(visible)} visible GPUs are free; end what runs there"
+        return CheckResult(FREE_GPUS, found, _smaller_plan(demand, each, len(free), lack))
+    return CheckResult(FREE_GPUS, found)
 
 
 def _describe(devices: list[Gpu | str]) -> str:
@@ -113,11 +121,12 @@ def _free_memory(gpu: Gpu) -> str:
     return f"{(gpu.memory_mib - gpu.used_mib) / 1024:.0f}/{gpu.memory_mib / 1024:.0f} GiB free"
 
 
-def _smaller_plan(demand: Demand, each: int, visible: int, free: int) -> str:
-    lack = f"only {free} of {visible} visible GPUs are free" if free < visible else f"only {visible} GPUs are visible"
-    if each <= free:
-        return f"{lack}; set search.concurrent={free // each} or free the others"
-    return f"{lack}; free the others, or set trainer.n_gpus_per_node={free} in train.sh with batch sizes that fit it"
+def _smaller_plan(demand: Demand, each: int, usable: int, lack: str) -> str:
+    if demand.concurrent > 1 and each <= usable:
+        return f"{lack}, or set search.concurrent={usable // each}"
+    if usable:
+        return f"{lack}, or set trainer.n_gpus_per_node={usable} in train.sh with batch sizes that fit it"
+    return lack
 
 
 def _check_nodes(demand: Demand) -> CheckResult:
@@ -217,7 +226,7 @@ def check_disks(demand: Demand, volume_of: Callable[[Path], Volume]) -> list[Che
 
 
 def _check_disk(volume: Volume, items: list[tuple[Path, str, int | None, bool]]) -> CheckResult:
-    name = f"disk of {items[0][0]}"
+    name = f"{DISK}{items[0][0]}"
     unknown = [what for _, what, size, _ in items if size is None]
     certain = sum(size or 0 for _, _, size, is_ceiling in items if not is_ceiling)
     most = sum(size or 0 for _, _, size, _ in items)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -20,12 +21,13 @@ import pytest
 from agent.checks import CheckResult, require_sound
 from agent.config import AgentConfig, load_config
 from agent.dataset import normalise_answer
-from agent.doctor import check_all, read_colocation, read_demand, read_reward_sources
+from agent.doctor import check_all, read_colocation, read_demand, read_devices, read_reward_sources, require_healthy
 from agent.errors import PreflightError
 from agent.machine import Gpu, Machine, Volume, read_gpus, read_machine, select_visible
 from agent.machine_checks import GIB, check_disks, check_machine, forecast_disks
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
+from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.build import build_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,13 @@ def copy_split(source: str, target: str, rows: int) -> Callable[[Path], None]:
         second.to_parquet(root / DATA / f"{target}.parquet", index=False)
 
     return change
+
+
+def long_prompt(root: Path) -> None:
+    set_option("data.max_prompt_length=8")(root)
+    prompts("dev", [good("12345678901"), good("12345678"), good("x"), good("y"), good("z")])(root)
+    shutil.copy(EMBEDDED / "base/tokenizer.json", root / BASE)
+    edit(BASE / "config.json", "32", "384")(root)
 
 
 def newer_metadata(root: Path) -> None:
@@ -229,10 +238,7 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
     ),
     "a part of dev is scored": (set_option("data.val_max_samples=3"), "dev coverage", "failed", "scores a part of"),
     "dev prompts too long": (
-        lambda w: (
-            set_option("data.max_prompt_length=8")(w),
-            prompts("dev", [good("word " * 99)] + [good("x")] * 4)(w),
-        ),
+        long_prompt,
         "prompt length",
         "failed",
         "1 dev prompts are longer than 8 tokens",
@@ -544,17 +550,17 @@ def test_eight_free_gpus_pass(workspace: Path) -> None:
     gpu_workspace(workspace)
     results = machine_results(workspace, MACHINE)
     assert states(results, "failed") == set()
-    assert "asked 8 (1 trials × 8), on the machine 8, visible 8, free 8: 0 H100 80/80 GiB free" in results["GPUs"].found
+    assert results["GPUs"].found == "asked 8 (1 trials × 8), on the machine 8, visible 8"
+    assert results["free GPUs"].found.startswith("8 of 8 visible: 0 H100 80/80 GiB free, 1 H100")
 
 
 BUSY = (*GPUS[:5], dataclasses.replace(GPUS[5], used_mib=40000), *GPUS[6:])
 GPU_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "seven of eight": (
         {"gpus": GPUS[:7]},
-        "only 7 GPUs are visible; free the others, or set trainer.n_gpus_per_node=7",
+        "only 7 GPUs are visible; add some, or set trainer.n_gpus_per_node=7",
     ),
     "two visible": ({"visible": "0,1"}, "only 2 GPUs are visible"),
-    "one in use": ({"gpus": BUSY}, "only 7 of 8 visible GPUs are free"),
     "empty list": ({"visible": ""}, "set but empty, which hides every GPU; unset it"),
     "minus one": ({"visible": "-1"}, "'-1' names no single device"),
     "cut by an index": ({"visible": "0,1,9,2"}, "'9' names no single device (8 GPUs here)"),
@@ -574,10 +580,40 @@ def test_gpus_are_counted(workspace: Path, name: str) -> None:
     assert result.state == "failed" and words in str(result.problem)
 
 
+def test_a_gpu_in_use_is_named(workspace: Path) -> None:
+    gpu_workspace(workspace)
+    result = machine_results(workspace, dataclasses.replace(MACHINE, gpus=BUSY))["free GPUs"]
+    assert result.state == "failed" and "5 H100 41/80 GiB free IN USE" in result.found
+    assert "only 7 of 8 visible GPUs are free; end what runs there, or set trainer.n_gpus_per_node=7" in str(
+        result.problem
+    )
+    edit(TRAIN_SH, "n_gpus_per_node=8", "n_gpus_per_node=4")(workspace)
+    assert machine_results(workspace, dataclasses.replace(MACHINE, gpus=BUSY))["free GPUs"].state == "ok"
+
+
+def test_devices_that_the_script_names_count(workspace: Path) -> None:
+    gpu_workspace(workspace)
+    edit(TRAIN_SH, "export PYTHONPATH", "export CUDA_VISIBLE_DEVICES=0,1,2,3\nexport PYTHONPATH")(workspace)
+    assert "only 4 GPUs are visible" in str(machine_results(workspace, MACHINE)["GPUs"].problem)
+    assert read_devices("export CUDA_VISIBLE_DEVICES=${DEVICES:-0}") is None
+    assert read_devices('# CUDA_VISIBLE_DEVICES=3\n  CUDA_VISIBLE_DEVICES="2" # mine') == "2"
+
+
+def test_a_resumed_run_may_have_filled_the_disk_itself(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_workspace(workspace)
+    old_checkpoint(workspace)
+    monkeypatch.setattr("agent.doctor.read_machine", lambda: dataclasses.replace(MACHINE, gpus=BUSY))
+    config = load_config(None, [f"workspace={workspace}", "search.concurrent=1"])
+    with pytest.raises(PreflightError, match=r"checkpoint folder: .*\| free GPUs: only 7"):
+        require_healthy(config, Workspace(workspace))
+    results = {result.name: result.state for result in require_healthy(config, Workspace(workspace), is_resumed=True)}
+    assert results["checkpoint folder"] == results["free GPUs"] == "warning"
+
+
 def test_a_smaller_plan_is_offered_when_trials_do_not_fit_side_by_side(workspace: Path) -> None:
     gpu_workspace(workspace, 4)
     result = examine(workspace, MACHINE, ["search.concurrent=3"])["GPUs"]
-    assert result.state == "failed" and "set search.concurrent=2" in str(result.problem)
+    assert result.state == "failed" and "or set search.concurrent=2" in str(result.problem)
 
 
 @pytest.mark.parametrize(
