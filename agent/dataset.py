@@ -67,7 +67,7 @@ def _read_file(dataset: Dataset, path: Path, required: Sequence[str]) -> str | N
         row = 0
         for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(required)):
             for record in batch.to_pylist():
-                _read_row(dataset, f"{path} row {row}", record)
+                _read_row(dataset, f"{path.name} row {row}", record)
                 row += 1
     except (pa.ArrowException, OSError, ValueError) as error:
         return f"{path} is not a readable parquet file ({first_line(error)}); write it again"
@@ -170,7 +170,11 @@ def check_dataset(name: str, dataset: Dataset) -> CheckResult:
     if dataset.problem:
         return CheckResult(name, "cannot be used", dataset.problem)
     if dataset.bad_rows:
-        return CheckResult(name, f"{len(dataset.bad_rows)} bad of {dataset.rows} rows", _listed(dataset.bad_rows))
+        return CheckResult(
+            name,
+            f"{len(dataset.bad_rows)} bad of {dataset.rows} rows",
+            f"in {dataset.paths[0].parent}: {_listed(dataset.bad_rows)}",
+        )
     kinds = " and ".join(sorted(dataset.answers))
     if len(dataset.answers) > 1:
         return CheckResult(

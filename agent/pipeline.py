@@ -324,8 +324,10 @@ class Pipeline:
         folder = self.folder.trial(trial)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = folder / "checkpoints"
-        if attempt > 1:
-            repair_tracker(checkpoints)
+        resumed_step = repair_tracker(checkpoints) if attempt > 1 else None
+        if kind == "search":
+            schedule: Configuration = {"schedule.steps": float(self.workspace.total_steps)}
+            configuration = schedule | self.space.configuration(configuration)
         every = self.rungs[0]
         overrides: dict[str, OverrideValue] = {
             "trainer.test_freq": every, "trainer.save_freq": every, "trainer.default_local_dir": str(checkpoints),
@@ -335,6 +337,7 @@ class Pipeline:
             script=self.workspace.script.render(overrides),
             script_path=str(self._script_of(trial)),
             configuration=dict(configuration),
+            resumed_step=resumed_step or 0,
             stop_step=self.rungs[-1],
             environment=self._threads(concurrent),
             **self._common(trial, attempt, configuration),
@@ -351,6 +354,7 @@ class Pipeline:
             "dev_rows": self.dev_rows,
             "run_tag": self.folder.tag,
             "configuration_id": install.configuration_identity(configuration),
+            "needs_advantage": install.acts_on_advantage(configuration),
             "startup_timeout_s": search.startup_timeout_s,
             "stall_timeout_s": search.stall_timeout_s,
             "training_env": self._training_env(),
@@ -482,7 +486,7 @@ class Pipeline:
             return self.best_checkpoint()
         return full, choice
 
-    def full_run_spec(self, attempt: int, configuration: Configuration) -> TrialSpec:
+    def full_run_spec(self, attempt: int, configuration: Configuration, resumed_step: int = 0) -> TrialSpec:
         """train.sh itself; only trainer.test_freq differs, and that is checked.
 
         Raises:
@@ -499,6 +503,7 @@ class Pipeline:
             script=script,
             script_path=str(self._script_of(FULL)),
             configuration=None,
+            resumed_step=resumed_step,
             stop_step=None,
             keep_script=True,
             time_limit_s=self.plan().training_ends_s,
@@ -521,8 +526,7 @@ class Pipeline:
                 raise StageError(
                     f"{checkpoints} already holds checkpoints of another run, which verl would resume from; move them away"
                 )
-            if attempt > 1:
-                repair_tracker(checkpoints)
+            resumed_step = repair_tracker(checkpoints) if attempt > 1 else None
             self.record(
                 "trial_started", trial=FULL, attempt=attempt, kind="full", origin=f"promotion of {promoted}",
                 configuration=configuration,
@@ -533,7 +537,7 @@ class Pipeline:
                 if validation.step > 0:
                     self.record("trial_scored", trial=FULL, **score(validation))
 
-            ended = self._run_attempt(self.full_run_spec(attempt, configuration), tell)
+            ended = self._run_attempt(self.full_run_spec(attempt, configuration, resumed_step or 0), tell)
             self._record_end(FULL, ended)
             if ended.outcome == "completed":
                 return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}

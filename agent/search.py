@@ -224,7 +224,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             attempt=attempt,
             kind="search",
             origin=chosen.user_attrs.get("origin", "optuna"),
-            configuration=chosen.params,
+            configuration=spec.configuration,
             parameters=chosen.params,
             distributions={key: distribution_to_json(value) for key, value in chosen.distributions.items()},
         )

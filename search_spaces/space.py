@@ -7,11 +7,14 @@ The file format (YAML):
       clip_high:      {type: float, low: 0.2, high: 0.4, default: 0.2, source: "arXiv:2503.14476"}
       token_rule:     {type: choice, choices: [none, clip_cov], default: none}
       clip_cov.ratio: {type: float, low: 1e-4, high: 0.1, log: true, default: 2e-4, when: {token_rule: [clip_cov]}}
+    constants:
+      target.unit: h0
     presets:
       clip_higher:    {source: "DAPO, arXiv:2503.14476", set: {clip_high: 0.28}}
 
-A knob's name is a key of the overlay's configuration. A knob with `when` exists only where another knob, defined
-before it, has one of the listed values.
+A knob's name is a key of the overlay's configuration. A knob with `when` exists only where other knobs, defined
+before it, have one of the listed values; a list of such conditions means any of them. Constants are part of every
+configuration but not of the search.
 """
 
 from pathlib import Path
@@ -40,13 +43,20 @@ class Suggester(Protocol):
 class _Knob(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    when: dict[str, list[Value]] = {}
-    """Other knob → values under which this knob exists."""
+    when: dict[str, list[Value]] | list[dict[str, list[Value]]] = {}
+    """Other knob → values under which this knob exists; of several such mappings any one will do."""
     source: str = ""
     """Where range and default come from."""
 
+    @property
+    def conditions(self) -> list[dict[str, list[Value]]]:
+        """The alternatives of `when`."""
+        return [self.when] if isinstance(self.when, dict) else self.when
+
     def is_active(self, chosen: Configuration) -> bool:
-        return all(chosen.get(other) in values for other, values in self.when.items())
+        return any(
+            all(chosen.get(other) in values for other, values in condition.items()) for condition in self.conditions
+        )
 
 
 class FloatKnob(_Knob):
@@ -133,19 +143,24 @@ class SearchSpace(BaseModel):
 
     format: Literal[1] = Field(alias="schema")
     knobs: dict[str, Annotated[FloatKnob | IntKnob | ChoiceKnob, Field(discriminator="type")]]
+    constants: Configuration = {}
+    """Settings of every trial that are not searched."""
     presets: dict[str, Preset] = {}
 
     @model_validator(mode="after")
     def _check_references(self) -> "SearchSpace":
         seen: set[str] = set()
         for name, knob in self.knobs.items():
-            for other, values in knob.when.items():
+            for other, values in ((other, condition[other]) for condition in knob.conditions for other in condition):
                 if other not in seen:
                     raise ValueError(f"knob {name}: 'when' names {other}, which is not a knob defined before it")
                 wrong = [value for value in values if not self.knobs[other].accepts(value)]
                 if wrong:
                     raise ValueError(f"knob {name}: {other} can never be {wrong[0]!r}")
             seen.add(name)
+        both = set(self.constants) & seen
+        if both:
+            raise ValueError(f"{', '.join(sorted(both))} is a constant and a knob; keep one of them")
         for name, preset in self.presets.items():
             for key, value in preset.set.items():
                 if key not in self.knobs:
@@ -168,6 +183,10 @@ class SearchSpace(BaseModel):
     def preset_parameters(self, preset: str) -> Configuration:
         """Every active knob's value at a preset: what it sets, else the knob's default."""
         return self.complete(self.presets[preset].set)
+
+    def configuration(self, parameters: Configuration) -> Configuration:
+        """What a trial runs with: the constants and the values of its knobs."""
+        return self.constants | parameters
 
     def complete(self, settings: Configuration) -> Configuration:
         """`settings` with the defaults of all other active knobs."""

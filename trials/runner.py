@@ -25,6 +25,10 @@ from trials.metrics import LineJoiner, StepMetrics, metrics_from_json
 
 OVERLAY_VARIABLE = "VERL_OVERLAY"
 """The overlay reads its configuration from this environment variable."""
+OVERLAY_FOLDER_VARIABLE = "VERL_OVERLAY_FOLDER"
+"""The overlay keeps its records and the mean entropy of a rollout batch in this folder."""
+OVERLAY_RESUMED_VARIABLE = "VERL_OVERLAY_RESUMED_STEP"
+"""Step of the checkpoint that the training goes on from; the overlay takes up its state of that step."""
 
 ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
@@ -63,6 +67,10 @@ class TrialSpec:
     """Leave the script beside train.sh when the attempt ends."""
     configuration_id: int | None = None
     """What the overlay must show in every training step; None does not look."""
+    needs_advantage: bool = False
+    """The overlay must also show that it computed the advantage."""
+    resumed_step: int = 0
+    """Step of the checkpoint that the trainer goes on from."""
     startup_timeout_s: float = 1800.0
     stall_timeout_s: float = 600.0
     """Least time without a step line that counts as a stall; grows with the measured step time."""
@@ -79,6 +87,11 @@ class TrialSpec:
     @property
     def attempt_folder(self) -> Path:
         return Path(self.folder) / f"attempt_{self.attempt}"
+
+    @property
+    def overlay_folder(self) -> Path:
+        """Where the overlay writes its records, those of all attempts."""
+        return Path(self.folder) / "overlay"
 
     @property
     def ray_tmpdir(self) -> Path:
@@ -135,7 +148,7 @@ class Attempt:
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
         self._guarded: Guarded | None = None
-        self._started = 0.0
+        self._started = self._started_at = 0.0
         self._offset = 0
         self._partial = b""
         self._joiner = LineJoiner()
@@ -162,6 +175,7 @@ class Attempt:
         (folder / "log").touch()
         spec.ray_tmpdir.mkdir(parents=True, exist_ok=True)
         self._started = self._last_line = time.monotonic()
+        self._started_at = time.time()
         self._guarded = Guarded(
             ["bash", spec.script_path],
             log=folder / "log",
@@ -255,16 +269,44 @@ class Attempt:
                 f"loss, gradient or entropy not finite for 3 steps up to {metrics.step}",
             )
         if self.spec.configuration_id is not None and metrics.is_training_step:
-            seen = _overlay_value(metrics, "configuration_id")
-            if seen != self.spec.configuration_id:
-                reason = (
-                    f"step {metrics.step} shows overlay configuration {seen}, expected {self.spec.configuration_id}: the "
-                    "trainer does not run the overlay in core_algos.py with this trial's configuration"
-                )
-                return self._ended("failed", FailureKind.BAD_CONFIGURATION, reason)
+            problem = self._overlay_problem(metrics, self.spec.configuration_id)
+            if problem is not None:
+                return self._ended("failed", FailureKind.BAD_CONFIGURATION, problem)
         if self.spec.stop_step is not None and metrics.step >= self.spec.stop_step:
             return self._ended("completed", None, f"interrupted as planned after step {metrics.step}")
         return None
+
+    def _overlay_problem(self, metrics: StepMetrics, expected: int) -> str | None:
+        """Why the overlay does not act as this trial wants, None when it does."""
+        seen = _overlay_value(metrics, "configuration_id")
+        if seen is None:  # a verl whose policy loss returns no metrics
+            seen = self._overlay_record("loss").get("configuration_id")
+        if seen != expected:
+            return (
+                f"step {metrics.step} shows overlay configuration {seen}, expected {expected}: the trainer does not run the "
+                "overlay in core_algos.py with this trial's configuration"
+            )
+        if self.spec.needs_advantage and self._overlay_record("advantage").get("configuration_id") != expected:
+            return (
+                f"step {metrics.step} was trained without the overlay's advantage: the trainer does not call "
+                "compute_grpo_outcome_advantage; look at algorithm.adv_estimator in train.sh"
+            )
+        return None
+
+    def _overlay_record(self, kind: str) -> dict[str, Any]:
+        """The latest record of this attempt in the overlay's side file, {} when there is none."""
+        try:
+            lines = (self.spec.overlay_folder / "overlay.jsonl").read_text("utf-8", "replace").splitlines()
+        except OSError:
+            return {}
+        for line in reversed(lines):
+            try:
+                record: dict[str, Any] = json.loads(line)
+                if record["kind"] == kind and record["time"] >= self._started_at:
+                    return record
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut off by a crash
+        return {}
 
     def _ended_by_exit(self, exit_code: int) -> Ended:
         last = self._last_step()
@@ -324,6 +366,8 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
         RAY_USAGE_STATS_ENABLED="0",
         PYTHONUNBUFFERED="1",
     )
+    environment[OVERLAY_FOLDER_VARIABLE] = str(spec.overlay_folder)
+    environment[OVERLAY_RESUMED_VARIABLE] = str(spec.resumed_step)
     if spec.configuration is not None:
         environment[OVERLAY_VARIABLE] = json.dumps(spec.configuration, sort_keys=True)
     environment.update(spec.environment)
@@ -338,9 +382,10 @@ def child_environment(inherited: Mapping[str, str], training_env: str | None, ru
         training_env: prefix of the Python environment whose `bin/` comes first on PATH; None is the agent's own.
         run_tag: marks the program as the run's.
     """
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", OVERLAY_VARIABLE}
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    foreign = ("RAY_", OVERLAY_VARIABLE)
     environment = {
-        name: value for name, value in inherited.items() if name not in dropped and not name.startswith("RAY_")
+        name: value for name, value in inherited.items() if name not in dropped and not name.startswith(foreign)
     }
     prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
     environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"

@@ -1,23 +1,27 @@
 """The parts of the overlay's policy loss, pure torch, and their composition.
 
-Order of composition: sign weights -> token weights -> ratio and clip rule -> extra terms -> aggregation. Each
-part has an off value; with all parts off the composed loss equals verl's ``compute_policy_loss_vanilla`` bit
-for bit, in value and gradient.
+Order: sign weights -> shaping of the token's advantage -> ratio and clip rule -> token weights -> extra term
+-> aggregation. Each part has an off value; with all parts off verl's own loss is called.
 
-Shapes and units: B sequences in the micro-batch, T response positions. ``old_log_prob``, ``log_prob`` and
-``advantages`` are (B, T) floats; log-probabilities in nats at the rollout temperature; ``mask`` is (B, T)
-bool, true on response tokens. Weights multiply token losses and carry no unit. Selections, means and
-quantiles are local to the micro-batch, as in verl and in the authors' codes.
+Every loss here is a sum over tokens of a value that depends on the parameters only through that token's
+log-probability. So each part gives, per token, the loss and its slope, the derivative by the token's
+log-probability, both in closed form; one autograd node hands the slopes to the backward pass. This is exact,
+it is what the tests check, and it keeps one tensor for the backward pass instead of one per operation.
+
+Shapes and units: B sequences in the micro-batch, T response positions; all tensors are (B, T). Log-probabilities
+in nats at the rollout temperature. Weights carry no unit. Selections, means and quantiles are local to the
+micro-batch, as in verl and in the authors' codes.
 
 Numerics: half-precision inputs are computed in float32; whatever stands in masked positions (NaN, inf) is
-replaced before it is used; the log-ratio is clamped to +-20 as in verl. There is one host synchronisation per
-call, for the metrics; Clip-Cov needs two more, as in verl, to draw from a list of candidates.
+replaced by 0 before it is used; the log-ratio is clamped to +-20 as in verl. Two host synchronisations per
+call, where verl's own loss has three.
 
 The source of this module becomes part of the block in verl's ``core_algos.py``.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,66 +30,91 @@ from verl_overlay.configuration import OverlayConfiguration, configuration_id
 from verl_overlay.control import ControlState
 
 LOG_RATIO_LIMIT = 20.0
+SURPRISAL_LIMIT = 50.0
+"""Nats; no sampled token is rarer in single precision."""
+SHAPING_SURPRISAL_LIMIT = 10.0
+"""Nats; a single rarer token must not dominate a bonus."""
 
-Loss = tuple[torch.Tensor, dict[str, Any]]
+Loss = tuple[torch.Tensor, dict[str, float]]
 
 
-def clean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``values`` in float32 or wider, with 0 in masked positions; no gradient reaches those.
+@dataclass(frozen=True)
+class ClipBounds:
+    """verl's clip settings: distances below and above 1, and the dual clip's bound; None where verl has none."""
+
+    low: float
+    high: float
+    dual: float | None
+
+
+@dataclass
+class Tokens:
+    """What the parts see of a micro-batch, without gradients and with 0 in masked positions; (B, T) tensors."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+    """Log-probabilities, at least -50."""
+    advantages: torch.Tensor
+    """As the trainer gave them; selections look at these."""
+    log_ratio: torch.Tensor
+    ratio: torch.Tensor
+    mask: torch.Tensor
+    count: int
+    """N, the number of response tokens."""
+    entropy: float
+    """Mean entropy of the behaviour policy, nats."""
+
+    def probability(self) -> torch.Tensor:
+        """pi of the sampled tokens, at most 1, (B, T)."""
+        return self.new.clamp(max=0.0).exp_()
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over response tokens of ``values`` that are 0 elsewhere; a scalar, 0 when there are none."""
+        return values.sum() / (self.count + 1e-8)
+
+
+@dataclass
+class TokenLosses:
+    """Per-token loss, its derivative by the log-probability, and where a clip or bound took effect; (B, T)."""
+
+    values: torch.Tensor
+    slopes: torch.Tensor
+    clipped: torch.Tensor
+    bounded: torch.Tensor | None = None
+
+
+class _WithSlopes(torch.autograd.Function):
+    """``values`` as a function of ``log_prob`` with the derivative ``slopes``; all (B, T)."""
+
+    @staticmethod
+    def forward(ctx: Any, log_prob: torch.Tensor, values: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slopes)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (slopes,) = ctx.saved_tensors
+        return gradients[0] * slopes, None, None
+
+
+def select_top(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` largest ``values`` within ``group``; which of equal ones is left to torch's ``topk``, as in verl.
 
     Args:
-        values, mask: (B, T).
-    """
-    wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    return torch.where(mask, wide, torch.zeros_like(wide))
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over response tokens, a scalar; 0 when there are none. The same arithmetic as verl's.
-
-    Args:
-        values: (B, T) without NaN in response positions.
-        mask: (B, T).
-    """
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    return (kept * mask).sum() / (mask.sum() + 1e-8)
-
-
-def clamped_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor) -> torch.Tensor:
-    """``clip(log pi - log mu, -20, 20)``, (B, T), nats."""
-    return torch.clamp(log_prob - old_log_prob, min=-LOG_RATIO_LIMIT, max=LOG_RATIO_LIMIT)
-
-
-def clipped_surrogate(
-    advantages: torch.Tensor, ratio: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's token loss ``max(-A r, -A clip(r, 1 - low, 1 + high))``, arXiv 1707.06347.
-
-    Args:
-        advantages, ratio: (B, T).
-        low, high: clip distances; unequal ones are DAPO's clip-higher, arXiv 2503.14476.
+        values: (B, T).
+        group: (B, T) bool.
+        count: of positions; all of ``group`` when it has fewer.
 
     Returns:
-        The token loss and a bool of where the clipped branch is the larger, both (B, T).
+        (B, T) bool, a subset of ``group``.
     """
-    free = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1 - low, 1 + high)
-    return torch.maximum(free, clipped), torch.gt(clipped, free)
+    keys = values.masked_fill(~group, -math.inf).flatten()
+    selected = torch.zeros_like(keys, dtype=torch.bool)
+    selected[torch.topk(keys, min(count, keys.numel()), sorted=False).indices] = True
+    return selected.view_as(group) & group
 
 
-def dual_clip(advantages: torch.Tensor, losses: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dual-clip PPO, arXiv 1912.09729: ``min(loss, -A c)`` where A < 0.
-
-    Args:
-        advantages, losses: (B, T).
-        bound: c, a ratio above 1 (``clip_ratio_c``).
-
-    Returns:
-        The token loss and a bool of where the bound acts, both (B, T).
-    """
-    ceiling = -advantages * bound
-    bounded = torch.min(ceiling, losses)
-    return torch.where(advantages < 0, bounded, losses), torch.gt(losses, ceiling) & (advantages < 0)
+# ---- sign weights and shaping ----
 
 
 def sign_weights(advantages: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
@@ -94,153 +123,277 @@ def sign_weights(advantages: torch.Tensor, positive: float, negative: float) -> 
     The positive one is PAR's lambda, arXiv 2511.05993; the negative one is its mirror.
     """
     weights = torch.ones_like(advantages)
-    weights = torch.where(advantages > 0, positive, weights)
-    return torch.where(advantages < 0, negative, weights)
+    weights.masked_fill_(advantages > 0, positive)
+    return weights.masked_fill_(advantages < 0, negative)
 
 
-def select_top(values: torch.Tensor, group: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The ``count`` largest ``values`` within ``group``; of equal ones the earlier positions.
+def shaped_advantages(
+    advantages: torch.Tensor, tokens: Tokens, coef: float, configuration: OverlayConfiguration
+) -> torch.Tensor:
+    """The advantages with the configured term, (B, T); s = surprisal ``-old_log_prob``, at most 10 nats.
+
+    - bonus: ``A + coef (s - H)``, the score-function form of an entropy bonus: E[(s - H) grad log pi] = grad H.
+      Skywork-OR1, arXiv 2505.22312, controls such a coefficient.
+    - repo_r: ``A + coef |A| s``, never across 0; REPO-R, arXiv 2603.11682.
+    - entropy_advantage: ``A + min(coef s, |A| / kappa)``; arXiv 2506.14758 with the surprisal in place of the
+      token's entropy, which the loss does not see.
+    - progrpo: ``A - coef (c - mean c)`` where A > 0, c the mean probability of the response's ``share`` least
+      probable tokens; a reduced form of ProGRPO, arXiv 2602.05281, without its prompt confidence.
+    """
+    c = configuration
+    if c.shaping == "progrpo":
+        term = -coef * centred_confidence(tokens, c.shaping_share)
+        return advantages + term.expand_as(advantages).masked_fill(advantages <= 0, 0.0)
+    surprisal = (-tokens.old).clamp_(max=SHAPING_SURPRISAL_LIMIT)
+    if c.shaping == "bonus":
+        return advantages + surprisal.sub_(tokens.entropy).mul_(coef).masked_fill_(~tokens.mask, 0.0)
+    if c.shaping == "entropy_advantage":
+        return advantages + torch.minimum(surprisal.mul_(coef), advantages.abs() / c.shaping_kappa)
+    factor = 1.0 + torch.sign(advantages).mul_(surprisal).mul_(coef)
+    return advantages * factor.clamp_(min=0.0)
+
+
+def centred_confidence(tokens: Tokens, share: float) -> torch.Tensor:
+    """Mean probability of each response's ``ceil(share n)`` least probable tokens minus its batch mean, (B, 1)."""
+    lengths = tokens.mask.sum(dim=-1, keepdim=True)
+    counts = torch.ceil(lengths.double() * share - 1e-9)
+    most = math.ceil(tokens.mask.shape[-1] * share - 1e-9)
+    rarest = torch.topk(tokens.old.masked_fill(~tokens.mask, math.inf), most, dim=-1, largest=False).values
+    positions = torch.arange(most, device=rarest.device)
+    lowest = rarest.exp_().masked_fill_(positions >= counts, 0.0).sum(dim=-1, keepdim=True)
+    confidence = lowest / counts.clamp(min=1).to(lowest.dtype)
+    filled = (lengths > 0).to(confidence.dtype)
+    return (confidence - (confidence * filled).sum() / filled.sum().clamp(min=1)) * filled
+
+
+# ---- ratio and clip rules ----
+
+
+def ratio_losses(
+    advantages: torch.Tensor, tokens: Tokens, rule: str, clip: ClipBounds, low: float, high: float
+) -> TokenLosses:
+    """Per-token losses of a rule that depends on the importance ratio r.
+
+    - dual_clip: ``max(-A r, -A clip(r, 1 - low, 1 + high))``, arXiv 1707.06347, and for A < 0 at most ``-A c``,
+      arXiv 1912.09729. Unequal distances are DAPO's clip-higher, arXiv 2503.14476. clip: without the bound c.
+    - none: ``-A r``.
+    - gspo: clip with the sequence's ratio ``exp(mean log r)``, arXiv 2507.18071.
+    - cispo: ``-A sg[clip(r)] log pi``, arXiv 2506.13585.
 
     Args:
-        values: (B, T).
-        group: (B, T) bool.
-        count: scalar tensor, so that no host synchronisation is needed.
-
-    Returns:
-        (B, T) bool, a subset of ``group``.
+        advantages: (B, T), 0 in masked positions.
+        clip: its dual bound is used.
+        low, high: clip distances in force.
     """
-    keys = torch.where(group, values, torch.full_like(values, -math.inf)).flatten()
-    order = torch.argsort(keys, descending=True, stable=True)
-    ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(order.numel(), device=order.device)
-    return (ranks < count).view_as(group) & group
+    if rule == "cispo":
+        weight = tokens.ratio.clamp(1 - low, 1 + high)
+        slopes = -weight * advantages
+        return TokenLosses(slopes * tokens.new, slopes, weight != tokens.ratio)
+    ratio = _sequence_ratio(tokens) if rule == "gspo" else tokens.ratio
+    free = -advantages * ratio
+    if rule == "none":
+        return TokenLosses(free, free, torch.zeros_like(tokens.mask))
+    limited = -advantages * ratio.clamp(1 - low, 1 + high)
+    clipped = limited > free
+    losses = TokenLosses(torch.maximum(free, limited), free.masked_fill_(clipped, 0.0), clipped)
+    if rule == "dual_clip" and clip.dual is not None:
+        ceiling = limited.copy_(advantages).mul_(-clip.dual)
+        losses.bounded = (losses.values > ceiling) & (advantages < 0)
+        losses.values = torch.where(losses.bounded, ceiling, losses.values)
+        losses.slopes.masked_fill_(losses.bounded, 0.0)
+    return losses
 
 
-def covariances(advantages: torch.Tensor, log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _sequence_ratio(tokens: Tokens) -> torch.Tensor:
+    """GSPO's ``exp(min(mean_t log r, 10))`` of each response, (B, T)."""
+    lengths = tokens.mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = tokens.log_ratio.sum(dim=-1, keepdim=True) / lengths
+    return mean.clamp(max=10.0).exp().expand_as(tokens.ratio)
+
+
+def ce_gppo_losses(
+    advantages: torch.Tensor, tokens: Tokens, low: float, high: float, configuration: OverlayConfiguration
+) -> TokenLosses:
+    """CE-GPPO, arXiv 2509.20712: no clipped token loses its gradient.
+
+    ``-A k r`` with k = ``beta1 (1 - low) / sg[r]`` where A < 0 and r < 1 - low, ``beta2 (1 + high) / sg[r]`` where
+    A > 0 and r > 1 + high, else 1.
+
+    Args:
+        advantages: (B, T), 0 in masked positions.
+        low, high: clip distances.
+        configuration: reads ``ce_gppo.low`` (beta1) and ``ce_gppo.high`` (beta2).
+    """
+    below = (advantages < 0) & (tokens.ratio < 1 - low)
+    above = (advantages > 0) & (tokens.ratio > 1 + high)
+    effective = tokens.ratio.masked_fill(below, configuration.ce_gppo_low * (1 - low))
+    slopes = effective.masked_fill_(above, configuration.ce_gppo_high * (1 + high)).mul_(advantages).neg_()
+    return TokenLosses(slopes, slopes, below | above)
+
+
+# ---- token weights ----
+
+
+def covariances(tokens: Tokens) -> torch.Tensor:
     """``(A - mean A)(log pi - mean log pi)``, means over response tokens, (B, T). arXiv 2505.22617."""
-    fixed = log_prob.detach()
-    return (advantages - masked_mean(advantages, mask)) * (fixed - masked_mean(fixed, mask))
+    centred = tokens.advantages - tokens.mean(tokens.advantages)
+    return centred.mul_(tokens.new - tokens.mean(tokens.new)).masked_fill_(~tokens.mask, 0.0)
 
 
-def clip_cov_weights(
-    covariance: torch.Tensor,
-    clipped: torch.Tensor,
-    mask: torch.Tensor,
-    configuration: OverlayConfiguration,
-) -> torch.Tensor:
+def clip_cov_weights(tokens: Tokens, clipped: torch.Tensor, configuration: OverlayConfiguration) -> torch.Tensor:
     """Clip-Cov, arXiv 2505.22617: weight 0 on randomly drawn tokens of high covariance, 1 elsewhere, (B, T).
 
     Candidates have ``lower < cov < upper`` and are not already clipped; ``max(1, floor(ratio N))`` of them
     are drawn with torch's default CPU generator, exactly as verl's ``clip_cov`` loss draws them.
 
     Args:
-        covariance: (B, T).
-        clipped: (B, T) bool, where PPO's clipped branch is taken.
-        mask: (B, T) bool with N response tokens.
+        clipped: (B, T) bool, where the clipped branch is taken.
         configuration: reads the ``clip_cov`` knobs.
     """
     c = configuration
+    covariance = covariances(tokens)
     weights = torch.ones_like(covariance)
     within = (covariance > c.clip_cov_lower) & (covariance < c.clip_cov_upper)
-    candidates = torch.nonzero(within & mask & ~clipped)
+    candidates = torch.nonzero(within & tokens.mask & ~clipped)
     if len(candidates) > 0:
-        count = max(1, int(c.clip_cov_ratio * mask.sum().item()))
+        count = max(1, int(c.clip_cov_ratio * tokens.count))
         drawn = candidates[torch.randperm(len(candidates))[:count]]
         weights[drawn[:, 0], drawn[:, 1]] = 0.0
     return weights
 
 
-def kl_cov_selection(covariance: torch.Tensor, mask: torch.Tensor, ratio: float) -> torch.Tensor:
-    """KL-Cov, arXiv 2505.22617: the ``max(1, floor(ratio N))`` response tokens of highest covariance.
-
-    Args:
-        covariance: (B, T).
-        mask: (B, T) bool with N response tokens.
-        ratio: share of tokens.
-
-    Returns:
-        (B, T) bool. The loss adds ``coef |log pi - log mu|`` there and clips nowhere.
-    """
-    count = torch.floor(mask.sum().double() * ratio).clamp(min=1)
-    return select_top(covariance, mask, count)
-
-
-def stare_weights(
-    advantages: torch.Tensor,
-    log_prob: torch.Tensor,
-    mask: torch.Tensor,
-    gate: torch.Tensor,
-    amplify: float,
-    damp: float,
-    fraction: float,
+def surprising_weights(
+    tokens: Tokens, signs: tuple[int, int], fraction: float, amplify: float, damp: float
 ) -> torch.Tensor:
-    """STARE (variant C2), arXiv 2606.19236: weights of the most surprising tokens of each sign, (B, T).
+    """Weights of the most surprising tokens of each advantage sign, (B, T).
 
-    While the entropy is below its target: W on the ``ceil(P n+)`` tokens of highest surprisal ``-log pi``
-    among the n+ tokens with A > 0, M on the ``ceil(P n-)`` among those with A < 0, 1 elsewhere. Else 1.
+    ``amplify`` on the ``ceil(fraction n+)`` tokens of highest surprisal ``-log pi`` among the n+ tokens with
+    A > 0, ``damp`` on the ``ceil(fraction n-)`` among those with A < 0, 1 elsewhere. STARE's variant C2,
+    arXiv 2606.19236; O1 has damp 1. With damp 0 and amplify 1 it is the loss-only part of Lp-Reg,
+    arXiv 2510.03222, without its KL towards a filtered distribution.
 
     Args:
-        advantages, log_prob: (B, T).
-        mask: (B, T) bool.
-        gate: scalar bool tensor, entropy below target.
-        amplify, damp, fraction: W, M, P.
+        signs: (n+, n-).
     """
-    surprisal = -log_prob.detach()
+    surprisal = -tokens.new
     weights = torch.ones_like(surprisal)
-    for group, weight in ((mask & (advantages > 0), amplify), (mask & (advantages < 0), damp)):
-        count = torch.ceil(group.sum().double() * fraction - 1e-9).clamp(min=1)
-        weights = torch.where(select_top(surprisal, group, count) & gate, weight, weights)
+    groups = ((tokens.advantages > 0, signs[0], amplify), (tokens.advantages < 0, signs[1], damp))
+    for group, size, weight in groups:
+        if weight != 1.0 and size > 0:
+            count = max(1, math.ceil(fraction * size - 1e-9))
+            weights.masked_fill_(select_top(surprisal, group, count), weight)
     return weights
 
 
-def blended_entropy(
-    entropy_sum: float, entropy_weight: float, surprisal: torch.Tensor, share: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of the bias-corrected moving average of the surprisal estimate; half-life one mini-batch.
+def cw_weights(tokens: Tokens, width: float) -> torch.Tensor:
+    """CW-GRPO, arXiv 2605.11538: ``exp(-cov^2 / (2 sigma^2))`` with mean 1 over response tokens, (B, T).
 
-    ``k = 2^-share``; ``sum <- k sum + (1 - k) surprisal``; ``weight <- k weight + (1 - k)``. The estimate is
-    their quotient.
-
-    Args:
-        entropy_sum: nats.
-        entropy_weight: 0 before the first call.
-        surprisal: scalar, masked mean of ``-old_log_prob``, nats.
-        share: scalar, this micro-batch's share of its mini-batch's tokens.
+    sigma is ``width`` times the standard deviation of the covariances; the paper's estimator is not public.
     """
-    new = -torch.expm1(-math.log(2.0) * share)
-    return (1 - new) * entropy_sum + new * surprisal, (1 - new) * entropy_weight + new
+    covariance = covariances(tokens)
+    spread = tokens.mean((covariance - tokens.mean(covariance)).masked_fill_(~tokens.mask, 0.0).square_())
+    kernel = covariance.square_().mul_(-0.5).div_(width**2 * spread + 1e-12).exp_().masked_fill_(~tokens.mask, 0.0)
+    return kernel / (tokens.mean(kernel) + 1e-12)
 
 
-def batch_share(mask: torch.Tensor, batch_info: dict[str, Any]) -> torch.Tensor:
-    """This micro-batch's share of the tokens of its mini-batch on this rank, a scalar.
+def steer_weights(tokens: Tokens, lowest: float) -> torch.Tensor:
+    """STEER, arXiv 2510.10150: ``exp(-k |Omega|)`` in [lowest, 1], (B, T).
+
+    ``Omega = A r (1 - pi)^2 (log pi + H)``, ``k = -ln(lowest) / max(max |Omega|, 0.02)``. H is the mean entropy, as
+    the loss does not see each token's; the size of Omega enters, not its sign.
+    """
+    change = tokens.probability().neg_().add_(1.0).square_().mul_(tokens.new + tokens.entropy)
+    change.mul_(tokens.ratio).mul_(tokens.advantages).abs_()
+    rate = math.log(lowest) / change.max().clamp(min=0.02) if change.numel() else 0.0
+    return change.mul_(rate).exp_()
+
+
+def opefo_weights(tokens: Tokens, limit: float) -> torch.Tensor:
+    """OPEFO, arXiv 2605.11491, surrogate: ``1 + lambda`` where a token raises the entropy, ``1 - lambda`` where not.
+
+    The first-order change is taken as ``D = -A pi (log pi + H)`` with the mean entropy H. lambda makes its sum 0:
+    ``(|S-| - S+) / (|S-| + S+)``, limited to +-``limit``; S+ and S- are the sums of positive and negative D. (B, T).
+    """
+    change = tokens.probability().mul_(tokens.new + tokens.entropy).mul_(tokens.advantages).neg_()
+    total, absolute = change.sum(), change.abs().sum()
+    balance = (-total / (absolute + 1e-12)).clamp(-limit, limit)
+    return torch.sign(change).mul_(balance).add_(1.0)
+
+
+def high_entropy_weights(tokens: Tokens, share: float) -> torch.Tensor:
+    """80/20, arXiv 2506.01939, by surprisal: ``N / k`` on the k = ``ceil(share N)`` most surprising tokens, else 0."""
+    count = max(1, math.ceil(share * tokens.count - 1e-9))
+    kept = select_top(-tokens.new, tokens.mask, count)
+    return kept.to(tokens.new.dtype).mul_(tokens.count / count)
+
+
+# ---- extra terms ----
+
+
+def kl_cov_selection(tokens: Tokens, ratio: float, low_surprisal_only: bool) -> torch.Tensor:
+    """The ``max(1, floor(ratio N))`` response tokens of highest covariance, (B, T) bool. arXiv 2505.22617.
 
     Args:
-        mask: (B, T) bool.
+        low_surprisal_only: among tokens of surprisal below the mean entropy; the loss-only part of SENT,
+            arXiv 2512.04359, whose coefficients are not public.
+    """
+    group = tokens.mask
+    if low_surprisal_only:
+        group = group & (tokens.new > -tokens.entropy)
+    return select_top(covariances(tokens), group, max(1, int(ratio * tokens.count)))
+
+
+def _token_weights(
+    tokens: Tokens, clipped: torch.Tensor, state: ControlState, signs: tuple[int, int]
+) -> torch.Tensor | None:
+    """The weights of the configured token rule, None when it has no effect now."""
+    c = state.configuration
+    if c.token_rule == "clip_cov":
+        return clip_cov_weights(tokens, clipped, c)
+    if c.token_rule == "stare" and state.is_below_target:
+        return surprising_weights(tokens, signs, c.stare_fraction, state.amplify, state.damp)
+    if c.token_rule == "lp_reg":
+        return surprising_weights(tokens, signs, c.lp_reg_fraction, 1.0, 0.0)
+    if c.token_rule == "cw":
+        return cw_weights(tokens, c.cw_width)
+    if c.token_rule == "steer":
+        return steer_weights(tokens, c.steer_lowest)
+    if c.token_rule == "opefo":
+        return opefo_weights(tokens, c.opefo_limit)
+    if c.token_rule == "high_entropy" and not c.uses_exact_token_entropy:
+        return high_entropy_weights(tokens, c.high_entropy_share)
+    return None
+
+
+def _add_extra_term(losses: TokenLosses, tokens: Tokens, state: ControlState) -> torch.Tensor | None:
+    """Add the configured extra term in place; returns where it acts."""
+    c = state.configuration
+    if c.extra_term in ("kl_cov", "sent"):
+        selected = kl_cov_selection(tokens, c.kl_cov_ratio, c.extra_term == "sent")
+        scale = selected.to(losses.values.dtype) * state.kl_coef
+        losses.values = losses.values + scale * tokens.log_ratio.abs()
+        losses.slopes = losses.slopes + scale * torch.sign(tokens.log_ratio)
+        return selected
+    if c.extra_term == "entropic":
+        selected = (tokens.new > math.log(max(c.entropic_probability, 1e-30))) & tokens.mask
+        term = tokens.advantages.abs().mul_(tokens.ratio).mul_(-state.entropic_coefficient())
+        term.masked_fill_(~selected, 0.0)
+        losses.values, losses.slopes = losses.values + term, losses.slopes + term
+        return selected
+    return None
+
+
+def batch_share(tokens: int, batch_info: Mapping[str, Any]) -> float:
+    """This micro-batch's share of the tokens of its mini-batch on this rank.
+
+    Args:
+        tokens: response tokens of the micro-batch.
         batch_info: verl's ``config.global_batch_info``; without ``batch_num_tokens`` the share is 1.
     """
-    tokens = mask.sum().float()
     total = batch_info.get("batch_num_tokens")
     if total is None:
-        return (tokens > 0).float()
-    return tokens * ((batch_info.get("dp_size") or 1) / max(float(total), 1.0))
-
-
-def clip_bounds(config: Any, configuration: OverlayConfiguration) -> tuple[float, float, float]:
-    """(lower distance, upper distance, dual-clip bound): the overlay's where set, else verl's.
-
-    Args:
-        config: verl's actor configuration.
-        configuration: reads ``clip_low`` and ``clip_high``.
-    """
-    low = config.clip_ratio_low if config.clip_ratio_low is not None else config.clip_ratio
-    high = config.clip_ratio_high if config.clip_ratio_high is not None else config.clip_ratio
-    bound = config.get("clip_ratio_c", 3.0)
-    assert bound > 1.0, f"actor.clip_ratio_c is {bound}; dual-clip PPO needs a value above 1"
-    return (
-        low if configuration.clip_low is None else configuration.clip_low,
-        high if configuration.clip_high is None else configuration.clip_high,
-        bound,
-    )
+        return 1.0 if tokens > 0 else 0.0
+    return tokens * (batch_info.get("dp_size") or 1) / max(float(total), 1.0)
 
 
 def composed_policy_loss(
@@ -249,133 +402,153 @@ def composed_policy_loss(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: torch.Tensor | None,
+    clip: ClipBounds,
+    batch_info: Mapping[str, Any],
+    rollout_is_weights: torch.Tensor | None = None,
     *,
     state: ControlState,
     aggregate: Callable[..., torch.Tensor],
 ) -> Loss:
     """All parts in order, on one micro-batch.
 
-    The clip rule follows from ``token_rule``: dual clip for ``none`` and ``stare``; the two-sided clip alone
-    for ``clip_cov``; no clip for ``kl_cov``. The latter two are the authors' losses. Sign weights act on the
-    policy gradient term, not on KL-Cov's extra term.
-
     Args:
-        old_log_prob, log_prob, advantages: (B, T).
+        old_log_prob, log_prob, advantages: (B, T); the gradient goes to ``log_prob``.
         response_mask: (B, T), bool or number.
-        loss_agg_mode: passed to ``aggregate``.
-        config: verl's actor configuration.
-        rollout_is_weights: (B, T) or None.
-        state: configuration, weights and estimates; updated unless gradients are disabled.
+        loss_agg_mode: passed to ``aggregate`` unless the configuration says otherwise.
+        clip: verl's clip settings.
+        batch_info: verl's ``global_batch_info``, forwarded to ``aggregate``.
+        rollout_is_weights: (B, T) or None, multiplied to the token losses.
+        state: configuration and moving values; updated unless gradients are disabled.
         aggregate: verl's ``agg_loss``.
 
     Returns:
         The scalar loss, and metrics as Python floats.
     """
-    c = state.configuration
-    mask = response_mask > 0
-    old, new, adv = clean(old_log_prob, mask), clean(log_prob, mask), clean(advantages, mask)
-    batch_info: dict[str, Any] = dict(getattr(config, "global_batch_info", None) or {})
-    share = batch_share(mask, batch_info)
-    surprisal = masked_mean(-old.detach(), mask).float()
-    entropy_sum, entropy_weight = blended_entropy(state.entropy_sum, state.entropy_weight, surprisal, share)
-    entropy = entropy_sum / entropy_weight.clamp(min=1e-12)
-
-    low, high, bound = clip_bounds(config, c)
-    log_ratio = clamped_log_ratio(new, old)
-    ratio = torch.exp(log_ratio)
-    losses, clipped = clipped_surrogate(adv, ratio, low, high)
-    bounded = torch.zeros_like(mask)
-    weights = sign_weights(adv, state.positive_weight, c.negative_weight)
-    touched = weights != 1.0
-    if c.token_rule in ("none", "stare"):
-        losses, bounded = dual_clip(adv, losses, bound)
-    if c.token_rule == "stare":
-        gate = entropy < c.stare_target_entropy
-        token_weights = stare_weights(adv, new, mask, gate, state.amplify, state.damp, c.stare_fraction)
-        weights, touched = weights * token_weights, touched | (token_weights != 1.0)
-    elif c.token_rule == "clip_cov":
-        token_weights = clip_cov_weights(covariances(adv, new, mask), clipped, mask, c)
-        weights, touched = weights * token_weights, touched | (token_weights != 1.0)
-    elif c.token_rule == "kl_cov":
-        losses, clipped = -adv * ratio, torch.zeros_like(mask)
-    losses = losses * weights
-    if c.token_rule == "kl_cov":
-        selected = kl_cov_selection(covariances(adv, new, mask), mask, c.kl_cov_ratio)
-        losses = losses + torch.where(selected, c.kl_cov_coef * log_ratio.abs(), torch.zeros_like(losses))
-        touched = touched | selected
-    if rollout_is_weights is not None:
-        losses = losses * clean(rollout_is_weights, mask)
-    loss = aggregate(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **batch_info)
-
-    measured = {
-        "actor/pg_clipfrac": masked_mean(clipped.float(), mask),
-        "actor/ppo_kl": masked_mean(-log_ratio, mask),
-        "actor/pg_clipfrac_lower": masked_mean(bounded.float(), mask),
-        "overlay/entropy_estimate": entropy,
-        "overlay/reweighted_share": masked_mean(touched.float(), mask),
-    }
-    tail = [entropy_sum, entropy_weight, share]
-    numbers = torch.stack([value.detach().float() for value in [*measured.values(), *tail]]).tolist()
-    metrics = dict(zip(measured, numbers, strict=False)) | _weight_metrics(state)
-    if torch.is_grad_enabled():
-        state.end_call(*numbers[len(measured) :])
+    c, trains = state.configuration, torch.is_grad_enabled()
+    wide = log_prob.float() if log_prob.dtype in (torch.float16, torch.bfloat16) else log_prob
+    with torch.no_grad():
+        tokens, signs, old_mean = _read_tokens(old_log_prob, wide, advantages, response_mask)
+        share = batch_share(tokens.count, batch_info)
+        if trains:
+            state.observe(old_mean, share)
+        tokens.entropy = old_mean if state.entropy is None else state.entropy
+        losses, touched = _token_losses(tokens, clip, state, signs)
+        if rollout_is_weights is not None:
+            trust = rollout_is_weights.to(wide.dtype).masked_fill(~tokens.mask, 0.0)
+            losses.values, losses.slopes = losses.values * trust, losses.slopes * trust
+    loss = aggregate(
+        loss_mat=_WithSlopes.apply(wide, losses.values, losses.slopes),  # type: ignore[no-untyped-call]
+        loss_mask=response_mask,
+        loss_agg_mode=loss_agg_mode if c.aggregation == "verl" else c.aggregation,
+        **batch_info,
+    )
+    metrics = _measured(tokens, losses, touched) | _moving_metrics(state, tokens.entropy)
+    if trains:
+        state.end_call(share)
     return loss, metrics
 
 
-def _weight_metrics(state: ControlState) -> dict[str, float]:
-    """The weights in force during this call, for the parts that are on."""
+def _read_tokens(
+    old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[Tokens, tuple[int, int], float]:
+    """The cleaned micro-batch, its numbers of tokens with A > 0 and A < 0, and its mean surprisal in nats."""
+    mask = response_mask if response_mask.dtype == torch.bool else response_mask > 0
+    outside = ~mask
+    old = old_log_prob.to(log_prob.dtype).masked_fill(outside, 0.0)
+    new = log_prob.masked_fill(outside, 0.0)
+    adv = advantages.to(log_prob.dtype).masked_fill(outside, 0.0)
+    log_ratio = (new - old).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    old, new = old.clamp_(min=-SURPRISAL_LIMIT), new.clamp_(min=-SURPRISAL_LIMIT)
+    counted = torch.stack([mask.sum(), (adv > 0).sum(), (adv < 0).sum()]).double()
+    total, positives, negatives, old_sum = torch.cat([counted, old.sum().double()[None]]).tolist()
+    tokens = Tokens(old, new, adv, log_ratio, log_ratio.exp(), mask, int(total), 0.0)
+    return tokens, (int(positives), int(negatives)), -old_sum / max(total, 1.0)
+
+
+def _token_losses(
+    tokens: Tokens, clip: ClipBounds, state: ControlState, signs: tuple[int, int]
+) -> tuple[TokenLosses, torch.Tensor | None]:
+    """Everything up to aggregation, and a (B, T) bool of the tokens that a part treats differently (None: none)."""
+    c, advantages = state.configuration, tokens.advantages
+    touched: list[torch.Tensor] = []
+    positive, negative = state.weights()
+    if (positive, negative) != (1.0, 1.0):
+        weights = sign_weights(advantages, positive, negative)
+        touched.append(weights != 1.0)
+        advantages = advantages * weights
+    in_advantage = c.shaping == "none" or (c.shaping == "entropy_advantage" and c.uses_exact_token_entropy)
+    if not in_advantage and (state.is_below_target or not c.shaping_below_target):
+        shaped = shaped_advantages(advantages, tokens, state.coef, c)
+        touched.append(shaped != advantages)
+        advantages = shaped
+    low = clip.low if c.clip_low is None else c.clip_low
+    high = clip.high if state.clip_high is None else state.clip_high
+    if c.ratio_rule == "ce_gppo":
+        losses = ce_gppo_losses(advantages, tokens, low, high, c)
+    else:
+        losses = ratio_losses(advantages, tokens, c.ratio_rule, clip, low, high)
+    rule = _token_weights(tokens, losses.clipped, state, signs)
+    if rule is not None:
+        touched.append((rule != 1.0) & tokens.mask)
+        losses.values, losses.slopes = losses.values * rule, losses.slopes * rule
+    extra = _add_extra_term(losses, tokens, state)
+    if extra is not None:
+        touched.append(extra)
+    if c.ratio_rule not in ("gspo", "cispo"):
+        losses.slopes = losses.slopes.masked_fill(tokens.log_ratio.abs() >= LOG_RATIO_LIMIT, 0.0)
+    anywhere = touched[0] if touched else None
+    for part in touched[1:]:
+        anywhere = anywhere | part if anywhere is not None else part
+    return losses, anywhere
+
+
+def _measured(tokens: Tokens, losses: TokenLosses, touched: torch.Tensor | None) -> dict[str, float]:
+    """verl's three metrics and the share of tokens that the overlay treats differently; one synchronisation."""
+    zero = tokens.log_ratio.new_zeros(())
+    sums = {
+        "actor/pg_clipfrac": losses.clipped.sum(),
+        "actor/ppo_kl": -tokens.log_ratio.sum(),
+        "actor/pg_clipfrac_lower": zero if losses.bounded is None else losses.bounded.sum(),
+        "overlay/reweighted_share": zero if touched is None else touched.sum(),
+    }
+    numbers = torch.stack([value.double() for value in sums.values()]).tolist()
+    return {name: number / (tokens.count + 1e-8) for name, number in zip(sums, numbers, strict=True)}
+
+
+def _moving_metrics(state: ControlState, entropy: float) -> dict[str, float]:
+    """The entropy that the parts see, and what is in force during this call of the parts that are on."""
     c = state.configuration
-    metrics: dict[str, float] = {}
-    if c.positive_weight != 1.0 or c.positive_control == "entropy_guided":
-        metrics["overlay/positive_weight"] = state.positive_weight
-    if c.negative_weight != 1.0:
-        metrics["overlay/negative_weight"] = c.negative_weight
+    positive, negative = state.weights()
+    metrics = {
+        "overlay/entropy_estimate": entropy,
+        "overlay/entropy_exact": float(state.exact_entropy is not None),
+    }
+    if c.positive_schedule != "constant" or c.sign_gate != "none" or (positive, negative) != (1.0, 1.0):
+        metrics |= {"overlay/positive_weight": positive, "overlay/negative_weight": negative}
+    if c.shaping != "none":
+        metrics["overlay/shaping_coef"] = state.coef
     if c.token_rule == "stare":
-        metrics["overlay/stare_amplify"] = state.amplify
-        metrics["overlay/stare_damp"] = state.damp
-    if state.is_controlled:
-        metrics["overlay/controller_steps"] = state.steps
+        metrics |= {"overlay/stare_amplify": state.amplify, "overlay/stare_damp": state.damp}
+    if c.extra_term in ("kl_cov", "sent"):
+        metrics["overlay/kl_cov_coef"] = state.kl_coef
+    if c.extra_term == "entropic":
+        metrics["overlay/entropic_coefficient"] = state.entropic_coefficient()
+    if state.clip_high is not None:
+        metrics["overlay/clip_high"] = state.clip_high
+    if state.moves:
+        metrics["overlay/rollout_batches"] = state.steps
+        if c.uses_target:
+            metrics["overlay/target_entropy"] = -1.0 if state.target is None else state.target
     return metrics
 
 
-def overlay_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-    *,
-    state: ControlState,
-    aggregate: Callable[..., torch.Tensor],
-    vanilla: Callable[..., Loss],
-) -> Loss:
-    """The loss verl calls: verl's own function when everything is off, else the composed one; calls counted.
+def counter_metrics(state: ControlState) -> dict[str, float]:
+    """``overlay/calls``, training calls in this process, and ``overlay/configuration_id``, what is in force.
 
-    The first arguments are those of a policy loss of verl 0.6.1 and later; see ``composed_policy_loss``.
-
-    Metrics always hold ``overlay/calls``, the number of training calls in this process, and
-    ``overlay/configuration_id``, which names the configuration in force. verl prefixes them with ``actor/``
-    and reports means over micro-batches, ranks and mini-batches of a step. It treats keys that contain
-    ``max`` or ``min`` differently, so none does.
-
-    Args:
-        state: of this process.
-        aggregate: verl's ``agg_loss``.
-        vanilla: verl's ``compute_policy_loss_vanilla``.
+    verl prefixes metrics with ``actor/`` and reports means over micro-batches, ranks and mini-batches of a step. It
+    treats keys that contain ``max`` or ``min`` differently, so none of the overlay's does.
     """
-    if torch.is_grad_enabled():
-        state.begin_call()
-    arguments = (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
-    if state.configuration.is_off:
-        loss, metrics = vanilla(*arguments)
-    else:
-        loss, metrics = composed_policy_loss(*arguments, state=state, aggregate=aggregate)
-    counters = {
+    return {
         "overlay/calls": float(state.calls),
         "overlay/configuration_id": float(configuration_id(state.configuration)),
     }
-    return loss, metrics | counters

@@ -5,6 +5,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from agent.doctor import check_workspace
 from agent.ledger import Ledger, fold
 from agent.objective import EntropyBand, score_validation
@@ -16,7 +18,15 @@ from trials.guard import RUN_TAG
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history
 from verl_overlay import install
 
-CONFIGURATION = {"token_rule": "stare", "stare.step": 0.05, "negative_weight": 0.5, "clip_high": 0.28}
+CONFIGURATION = {
+    "advantage.baseline": "quantile",
+    "token_rule": "stare",
+    "control.knob": "stare",
+    "target.entropy": 1.5,
+    "target.unit": "h0",
+    "negative_weight": 0.5,
+    "clip_high": 0.28,
+}
 
 
 def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None:
@@ -40,6 +50,7 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
             cwd=str(trial),
             configuration=CONFIGURATION,
             configuration_id=install.configuration_identity(CONFIGURATION),
+            needs_advantage=install.acts_on_advantage(CONFIGURATION),
             stop_step=2,
             total_steps=workspace.total_steps,
             dev_rows=workspace.dev_rows(),
@@ -93,6 +104,16 @@ def assert_metrics(trial: Path, validations: list[Validation], workspace: Worksp
         assert metrics.entropy is not None and 0 < metrics.entropy < math.log(128)
         assert metrics.values["actor/overlay/calls"] > 0
         assert metrics.values["actor/overlay/negative_weight"] == 0.5
+        # the trainer's process published the exact mean entropy, and the controller's target refers to the first one
+        assert metrics.values["actor/overlay/entropy_exact"] == 1.0
+        assert metrics.values["actor/overlay/entropy_estimate"] == pytest.approx(metrics.entropy, rel=1e-5)
+        target = metrics.values["actor/overlay/target_entropy"]
+        assert target == pytest.approx(1.5 * history[1].entropy, rel=1e-5)  # type: ignore[operator]
+    assert history[1].values["actor/overlay/stare_amplify"] == pytest.approx(1.1)
+    assert history[2].values["actor/overlay/stare_amplify"] == pytest.approx(1.11)
+    records = [json.loads(line) for line in (trial / "overlay" / "overlay.jsonl").read_text().splitlines()]
+    assert [record["kind"] for record in records].count("advantage") == 2
+    assert [record["source"] for record in records if record["kind"] == "control"] == ["exact", "exact"]
     assert [validation.step for validation in validations] == [0, 1, 2]
     assert all(validation.accuracy is not None for validation in validations)
     record = json.loads((trial / "attempt_1" / "process.json").read_text())

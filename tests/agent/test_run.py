@@ -15,6 +15,7 @@ import pytest
 from agent.ledger import Ledger, RunState, fold
 from agent.workspace import Workspace, changed_files, read_manifest
 from scripted_workspace import agent_environment
+from search_spaces.space import read_space, shipped_space
 from trials.guard import RUN_TAG, sweep_holders
 from trials.runner import short_scratch
 from trials.script import differing_overrides
@@ -99,7 +100,8 @@ def test_trials_are_baseline_then_presets_then_optuna(finished: tuple[Path, Path
     state = read_state(finished[1])
     assert state.baseline is not None and state.baseline.trial == "t000" and state.baseline.configuration == {}
     origins = [trial.origin for trial in state.search_trials]
-    assert len(origins) == 9 and origins[0] == "preset:clip_higher"
+    presets = [f"preset:{name}" for name in read_space(shipped_space("overlay")).presets]
+    assert len(origins) == 9 and origins[:6] == presets
     assert sorted(Counter(origins)) == sorted({*origins[:6], "optuna"}) and origins.count("optuna") == 3
     assert all(trial.outcome in ("completed", "stopped") for trial in state.search_trials)
     assert state.initial_entropy == pytest.approx(0.4 * 0.5**0.25)

@@ -56,6 +56,15 @@ def test_conditional_knobs_exist_only_under_their_condition() -> None:
     assert space.complete({})["token_rule"] == "none"
 
 
+def test_any_of_several_conditions_activates_a_knob_and_constants_join_every_configuration() -> None:
+    space = read_space(shipped_space("overlay"))
+    for settings in ({"control.knob": "auto"}, {"token_rule": "stare"}, {"extra_term": "entropic"}):
+        assert "target.entropy" in space.complete(settings)
+    assert "target.entropy" not in space.complete({"token_rule": "clip_cov"})
+    assert space.configuration({"clip_high": 0.3}) == {"target.unit": "h0", "clip_high": 0.3}
+    assert check_configuration(space.configuration(space.complete({}))) == []
+
+
 KNOB = "schema: 1\nknobs:\n  a: {type: float, low: 0.1, high: 1.0, default: 0.5}\n"
 
 
