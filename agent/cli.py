@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     init.add_argument("--steps", type=_positive, metavar="N", help="training steps; by default two epochs, 40 to 400")
     init.add_argument("--responses", type=_positive, default=8, metavar="N", help="responses to each prompt (8)")
-    init.add_argument("--response-tokens", type=_positive, default=2048, metavar="N", help="longest response (2048)")
+    init.add_argument("--response-tokens", type=_positive, metavar="N", help="longest response; by default 2048")
     init.add_argument("--verl", type=Path, metavar="DIR", help="verl checkout to copy; by default the installed verl")
     init.add_argument("--training-env", type=Path, metavar="DIR", help="environment to copy verl from")
     init.add_argument("--copy-model", action="store_true", help="copy the model instead of linking to it")

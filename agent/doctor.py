@@ -33,7 +33,7 @@ from agent.dataset import (
 from agent.errors import PreflightError
 from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
-from agent.model_files import WeightsError, check_model, count_parameters
+from agent.model_files import WeightsError, check_model, count_parameters, read_context
 from agent.rungs import plan_rungs
 from agent.token_counts import count_tokens_of
 from agent.workspace import Workspace, find_vocabulary, read_text
@@ -510,7 +510,20 @@ def _check_base_model(workspace: Workspace) -> list[CheckResult]:
         model = workspace.base_model
     except PreflightError as error:
         return [CheckResult("base model", "unknown", str(error))]
-    return check_model(model, find_vocabulary(model))
+    return [*check_model(model, find_vocabulary(model)), _check_context(workspace, model)]
+
+
+def _check_context(workspace: Workspace, model: Path) -> CheckResult:
+    """Prompt and response must fit the model's positions, or vLLM refuses to start."""
+    name = "context length"
+    context = read_context(model)
+    lengths = [_number(workspace, f"data.max_{part}_length") for part in ("prompt", "response")]
+    prompt, response = lengths
+    found = f"model {context or 'unknown'}, prompt {prompt or 'unknown'} + response {response or 'unknown'}"
+    if context and prompt and response and prompt + response > context:
+        problem = f"{workspace.train_script}: the lengths sum to {prompt + response} tokens, {model} holds {context}; lower one"
+        return CheckResult(name, found, problem)
+    return CheckResult(name, found)
 
 
 def read_package_version(package: str, training_env: Path | None) -> str | None:

@@ -67,6 +67,19 @@ def count_tokens(model: Path) -> int | None:
     return max([*ids, *added], default=-1) + 1
 
 
+def read_context(model: Path) -> int | None:
+    """Tokens that the model's positions hold; None when config.json does not say, or scales them."""
+    config = read_json(model / "config.json") or {}
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    scaling = [part.get(name) for part in parts for name in ("rope_scaling", "rope_parameters")]
+    kinds = [entry.get("rope_type", entry.get("type", "default")) for entry in scaling if isinstance(entry, dict)]
+    if any(kind != "default" for kind in kinds):
+        return None
+    sizes = [part.get("max_position_embeddings") for part in parts]
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None when the file is missing or holds something else."""
     try:

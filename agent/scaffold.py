@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 from agent.batches import propose_batches
 from agent.doctor import is_known_source, read_reward_sources
 from agent.errors import PreflightError
+from agent.model_files import read_context
 from agent.questions import Questions, read_questions
+from agent.token_counts import count_tokens_of
 from trials import grading, scaffold
 from trials.embedded.build import build_folder, copy_verl
 
@@ -26,6 +28,7 @@ SPLITS = ("train", "dev", "test")
 _TEMPLATE_TOKENS = 64
 """Room for what a chat template adds to a prompt."""
 _PROMPT_LIMIT = 4096
+_RESPONSE_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Request:
     gpus: int
     steps: int | None = None
     responses: int = 8
-    response_tokens: int = 2048
+    response_tokens: int | None = None
     verl: Path | None = None
     training_env: Path | None = None
     copy_model: bool = False
@@ -172,8 +175,8 @@ def plan_settings(
         raise PreflightError(f"{error}; give more rows or fewer --gpus") from None
     per_epoch = rows // train_batch
     steps = request.steps or min(400, max(40, 2 * per_epoch))
-    longest = max(_prompt_bytes(row) for part in splits.values() for row in part.rows)
-    prompt_tokens = min(_PROMPT_LIMIT, math.ceil((longest + _TEMPLATE_TOKENS) / 128) * 128)
+    prompt_tokens = plan_prompt_tokens(request, splits)
+    response_tokens = plan_response_tokens(request, prompt_tokens)
     own_reward = needs_reward(package, splits)
     settings = {
         "MODEL": model,
@@ -182,8 +185,8 @@ def plan_settings(
         "MINI_BATCH": mini_batch,
         "RESPONSES": request.responses,
         "PROMPT_TOKENS": prompt_tokens,
-        "RESPONSE_TOKENS": request.response_tokens,
-        "TOKENS_PER_GPU": max(16384, prompt_tokens + request.response_tokens),
+        "RESPONSE_TOKENS": response_tokens,
+        "TOKENS_PER_GPU": max(16384, prompt_tokens + response_tokens),
         "STEPS": steps,
         "EPOCHS": math.ceil(steps / per_epoch),
         "SAVE_FREQ": max(1, steps // 8),
@@ -195,7 +198,7 @@ def plan_settings(
         f"verl copied from {package}",
         f"{train_batch} prompts × {request.responses} responses a step on {request.gpus} GPUs, mini batches of {mini_batch}",
         f"{steps} steps, a checkpoint every {settings['SAVE_FREQ']}",
-        f"at most {prompt_tokens} tokens of prompt and {request.response_tokens} of response",
+        f"at most {prompt_tokens} tokens of prompt and {response_tokens} of response",
         f"reward: {reward}",
     ]
     return settings, notes
@@ -207,9 +210,34 @@ _REWARD = """\
 """
 
 
-def _prompt_bytes(row: dict[str, Any]) -> int:
-    """A byte-level tokenizer makes at most one token of a byte."""
-    return sum(len(message["content"].encode()) for message in row["prompt"])
+def plan_prompt_tokens(request: Request, splits: dict[str, Questions]) -> int:
+    """Room for the longest prompt of all splits and its chat template, in steps of 128 tokens."""
+    texts = [
+        "\n".join(message["content"] for message in row["prompt"]) for part in splits.values() for row in part.rows
+    ]
+    counts = count_tokens_of(texts, request.model, request.training_env)
+    if counts is None:  # a byte-level tokenizer makes at most one token of a byte
+        counts = [len(text.encode()) for text in texts]
+    return min(_PROMPT_LIMIT, math.ceil((max(counts) + _TEMPLATE_TOKENS) / 128) * 128)
+
+
+def plan_response_tokens(request: Request, prompt_tokens: int) -> int:
+    """As asked, by default 2048 or what the model's positions leave.
+
+    Raises:
+        PreflightError: the model cannot hold prompt and response.
+    """
+    context = read_context(request.model)
+    asked = request.response_tokens or _RESPONSE_TOKENS
+    if context is None or prompt_tokens + asked <= context:
+        return asked
+    room = context - prompt_tokens
+    if request.response_tokens is not None or room < 1:
+        raise PreflightError(
+            f"{request.model} holds {context} tokens, too few for {prompt_tokens} of prompt and {asked} of response; give "
+            "fewer --response-tokens, shorter questions or another model"
+        )
+    return room
 
 
 def needs_reward(package: Path, splits: dict[str, Questions]) -> bool:

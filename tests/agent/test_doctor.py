@@ -361,6 +361,15 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         "failed",
         "restore the reward function",
     ),
+    "context too short": (
+        lambda w: (
+            edit(BASE / "config.json", "{", '{"max_position_embeddings": 100, ')(w),
+            set_option("data.max_prompt_length=64 data.max_response_length=64")(w),
+        ),
+        "context length",
+        "failed",
+        "the lengths sum to 128 tokens",
+    ),
     "no base model": (remove(BASE / "config.json"), "base model", "failed", "config.json does not exist"),
     "no vocabulary": (lambda w: (w / BASE / "config.json").write_text("{}"), "base model", "failed", "no vocab_size"),
     "no weights": (remove(BASE / "model.safetensors"), "base model", "failed", "neither *.safetensors nor *.bin"),

@@ -251,6 +251,16 @@ def test_ids_of_test_rows_are_kept_or_refused(data: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "other").exists()
 
 
+def test_lengths_follow_from_data_and_model(data: Path, tmp_path: Path) -> None:
+    """The embedded model holds 512 tokens, the embedded questions take few of them."""
+    build_scaffold(request(data, tmp_path / "own", response_tokens=None))
+    workspace = Workspace(tmp_path / "own")
+    lengths = [workspace.setting_int(f"data.max_{part}_length") for part in ("prompt", "response")]
+    assert lengths == [128, 384] and "RESPONSE_TOKENS:-384}" in workspace.inference_script.read_text()
+    with pytest.raises(PreflightError, match="holds 512 tokens, too few for 128 of prompt and 400 of response"):
+        build_scaffold(request(data, tmp_path / "other", response_tokens=400))
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 LOGITS_TYPE = torch.float32  # torch.bfloat16 halves the file and loses nothing where the model computes in bfloat16
 BATCH = 16  # prompts that transformers answers together
@@ -80,7 +80,9 @@ def answer_with_vllm(model: Path, prompts: list[list[int]], response_tokens: int
     """The greedy response to each prompt, its final eos included."""
     from vllm import LLM, SamplingParams
 
+    context = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
     longest = max(map(len, prompts)) + response_tokens
+    longest = longest if context is None else min(longest, context)
     engine = LLM(model=str(model), max_model_len=longest, gpu_memory_utilization=0.85)
     greedy = SamplingParams(temperature=0.0, max_tokens=response_tokens)
     for result in engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy):
