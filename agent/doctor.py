@@ -3,21 +3,20 @@
 Every check is made, whatever the others say, so that one look shows all defects. Nothing is written and no GPU is used.
 """
 
-import ast
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from agent.batches import BATCH_DEFAULTS, BATCH_SETTINGS, DYNAMIC, batch_problems
+from agent.batches import BATCH_DEFAULTS
 from agent.checks import CheckResult, first_line, require_sound, warning
 from agent.config import AgentConfig
 from agent.dataset import (
@@ -28,16 +27,14 @@ from agent.dataset import (
     check_overlap,
     check_sample_ids,
     read_dataset,
-    read_prompts,
 )
 from agent.errors import PreflightError
 from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
-from agent.model_files import WeightsError, check_model, count_parameters, read_context
+from agent.model_files import WeightsError, check_model, count_parameters
 from agent.rungs import plan_rungs
-from agent.token_counts import count_tokens_of
+from agent.script_checks import check_context, check_prompt_length, check_reward, check_script, known, number
 from agent.workspace import Workspace, find_vocabulary, read_text
-from trials.checkpoints import read_checkpoints
 from verl_overlay import install
 
 _Value = TypeVar("_Value")
@@ -88,7 +85,7 @@ def check_workspace(workspace: Workspace, training_env: Path | None = None) -> l
     if core_algos_is_there:
         results += [_check_overlay(workspace), _check_version(workspace)]
     if workspace.train_script.is_file():
-        results += _check_script(workspace)
+        results += check_script(workspace)
     return results + _check_data(workspace, training_env) + _check_base_model(workspace)
 
 
@@ -100,12 +97,8 @@ def render_table(results: Sequence[CheckResult]) -> Table:
     table.add_column("found", overflow="fold")
     table.add_column("what to do", overflow="fold")
     for result in results:
-        table.add_row(result.name, _STATES[result.state], _escape(result.found), _escape(result.problem or ""))
+        table.add_row(result.name, _STATES[result.state], escape(result.found), escape(result.problem or ""))
     return table
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def print_table(results: Sequence[CheckResult]) -> None:
@@ -249,158 +242,6 @@ def read_colocation(verl: Path) -> int | None:
     return None
 
 
-# ---- train.sh ---------------------------------------------------------------------------------------------------------
-
-
-def _known(read: Callable[[], _Value]) -> _Value | None:
-    """The value, None where it cannot be known; the check of the settings says why."""
-    try:
-        return read()
-    except (PreflightError, OSError, ValueError, pa.ArrowException):
-        return None
-
-
-def _number(workspace: Workspace, key: str) -> int | None:
-    return _known(lambda: workspace.setting_int(key))
-
-
-def _check_script(workspace: Workspace) -> list[CheckResult]:
-    try:
-        overrides = workspace.script.overrides
-    except PreflightError as error:
-        return [CheckResult("training script content", "not understood", str(error))]
-    estimator = overrides.get("algorithm.adv_estimator")
-    return [
-        _check_settings(workspace),
-        *_check_schedule(workspace),
-        _check_checkpoint_folder(workspace),
-        CheckResult("algorithm", "grpo")
-        if estimator == "grpo"
-        else CheckResult(
-            "algorithm", str(estimator), f"algorithm.adv_estimator={estimator}; the agent tunes grpo only"
-        ),
-        _check_logger(workspace),
-        _check_batches(workspace),
-        _check_dev_settings(workspace),
-    ]
-
-
-_NUMBERS = (
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-)
-_PATHS = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
-
-
-def _check_settings(workspace: Workspace) -> CheckResult:
-    """Every value that the agent plans with can be read, and no path depends on the current folder."""
-    name, problems = "settings", []
-    for key in (*_NUMBERS, *_PATHS, "trainer.device", "trainer.logger"):
-        try:
-            value = workspace.setting_int(key) if key in _NUMBERS else workspace.setting(key)
-        except PreflightError as error:
-            problems.append(str(error))
-            continue
-        if key in _PATHS and isinstance(value, str) and not value.startswith(("/", "[")):
-            problems.append(
-                f"{workspace.train_script}: {key}={value} is not an absolute path; trials run in folders of their own"
-            )
-    if problems:
-        return CheckResult(name, f"{len(problems)} cannot be used", "; ".join(problems))
-    return CheckResult(name, "all understood")
-
-
-def _check_schedule(workspace: Workspace) -> list[CheckResult]:
-    name, results = "training schedule", []
-    try:
-        steps = workspace.total_steps
-        if steps < 1:
-            problem = f"{workspace.train_script}: {steps} steps cannot be trained"
-            results.append(CheckResult(name, f"{steps} steps", problem))
-        else:
-            results.append(CheckResult(name, f"{steps} steps"))
-    except PreflightError as error:
-        results.append(CheckResult(name, "unknown", str(error)))
-    except (OSError, pa.ArrowException) as error:
-        results.append(
-            CheckResult(name, "unknown", f"rows of the training data cannot be counted: {first_line(error)}")
-        )
-    try:
-        results.append(CheckResult("checkpoint schedule", f"one every {workspace.save_freq} steps"))
-    except PreflightError as error:
-        results.append(CheckResult("checkpoint schedule", "none", str(error)))
-    return results
-
-
-def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
-    """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
-    name = "checkpoint folder"
-    try:
-        folder = workspace.setting("trainer.default_local_dir")
-    except PreflightError as error:
-        return CheckResult(name, "unknown", str(error))
-    if folder is None or not Path(folder).is_absolute():
-        return CheckResult(name, "in the run's folder")
-    if read_checkpoints(Path(folder)):
-        return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
-    return CheckResult(name, folder)
-
-
-def _check_logger(workspace: Workspace) -> CheckResult:
-    loggers = _known(lambda: workspace.setting("trainer.logger"))
-    if loggers is not None and "console" not in loggers:
-        problem = f"{workspace.train_script}: trainer.logger={loggers} writes no log that the agent reads; add console"
-        return CheckResult("logger", loggers, problem)
-    return CheckResult("logger", loggers or "verl's default")
-
-
-def _check_batches(workspace: Workspace) -> CheckResult:
-    """On the CPU plugin and with verl's defaults, one process stands for one GPU."""
-    settings = {key: _number(workspace, key) for key in BATCH_SETTINGS}
-    settings[DYNAMIC] = _known(lambda: workspace.setting(DYNAMIC)) in ("True", "true")
-    train, gpus = settings["data.train_batch_size"], _count_ranks(workspace)
-    if train is None or gpus is None:
-        return CheckResult("batch sizes", "not set by train.sh")
-    problems = batch_problems(settings, gpus)
-    rows = sum(_count_rows(file) or 0 for file in workspace.train_files)
-    if 0 < rows < train:
-        problems.append(f"the {rows} training rows do not fill one batch of {train}")
-    found = f"{train} prompts a step on {gpus} ranks"
-    if problems:
-        return CheckResult("batch sizes", found, f"{workspace.train_script}: {'; '.join(problems)}")
-    return CheckResult("batch sizes", found)
-
-
-def _count_ranks(workspace: Workspace) -> int | None:
-    """GPUs of one trial (processes where the CPU trains); None when the CPU trains and train.sh does not say."""
-    each = _number(workspace, "trainer.n_gpus_per_node")
-    if each is None:
-        if _known(lambda: workspace.setting("trainer.device")) == "cpu":
-            return None
-        each = BATCH_DEFAULTS["trainer.n_gpus_per_node"]
-    return max(1, each * (_number(workspace, "trainer.nnodes") or 1))
-
-
-def _count_rows(file: Path) -> int | None:
-    return _known(lambda: int(pq.read_metadata(file).num_rows))
-
-
-def _check_dev_settings(workspace: Workspace) -> CheckResult:
-    """Every dev row must be scored: the agent weighs data sources by their rows."""
-    name = "dev coverage"
-    most = _known(lambda: workspace.setting_int("data.val_max_samples"))
-    rows = sum(_count_rows(file) or 0 for file in workspace.dev_files)
-    if most is not None and 0 <= most < rows:
-        problem = f"{workspace.train_script}: data.val_max_samples={most} scores a part of {rows} rows; remove it"
-        return CheckResult(name, f"{most} of {rows} rows", problem)
-    return CheckResult(name, f"all {rows} rows")
-
-
 # ---- data and model ---------------------------------------------------------------------------------------------------
 
 
@@ -414,9 +255,9 @@ def _check_data(workspace: Workspace, training_env: Path | None) -> list[CheckRe
         results.append(check_answers(train, dev))
     results += check_overlap({"training": train, "dev": dev, "test": test})
     results.append(check_features([train, dev, test], read_package_version("datasets", training_env)))
-    results.append(_check_prompt_length(workspace, training_env))
+    results.append(check_prompt_length(workspace, training_env))
     if workspace.train_script.is_file():
-        results.append(_check_reward(workspace, {*train.sources, *dev.sources}))
+        results.append(check_reward(workspace, {*train.sources, *dev.sources}))
     return results
 
 
@@ -429,101 +270,12 @@ def _check_test(workspace: Workspace, test: Dataset) -> CheckResult:
     return result
 
 
-def _check_prompt_length(workspace: Workspace, training_env: Path | None) -> CheckResult:
-    """Every dev prompt must fit, or it stops verl, is cut, or (with filter_overlong_prompts) is not scored."""
-    name = "prompt length"
-    limit = _number(workspace, "data.max_prompt_length")
-    if limit is None:
-        return CheckResult(name, "data.max_prompt_length unknown")
-    doubtful = [text for text in read_prompts(workspace.dev_files) if len(text.encode()) > limit]
-    found = f"at most {limit} tokens"
-    if not doubtful:
-        return CheckResult(name, f"{found}; no dev prompt has more bytes than that")
-    model = _known(lambda: workspace.base_model)
-    counts = count_tokens_of(doubtful, model, training_env) if model else None
-    if counts is None:
-        return CheckResult(
-            name, f"{found}; {len(doubtful)} dev prompts may have more (their tokens cannot be counted here)"
-        )
-    found += f"; the longest dev prompt has {max(counts)} without its chat template"
-    over = sum(count > limit for count in counts)
-    if over:
-        filtered = _known(lambda: workspace.setting("data.filter_overlong_prompts")) in ("True", "true")
-        effect = "would not be scored" if filtered else "stop verl or are cut"
-        problem = f"{over} dev prompts are longer than {limit} tokens and {effect}; raise data.max_prompt_length"
-        return CheckResult(name, found, problem)
-    return CheckResult(name, found)
-
-
-def _check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
-    """Without a reward function of the script, verl chooses one by data source and raises for names it does not know."""
-    name = "reward"
-    overrides = _known(lambda: workspace.script.overrides) or {}
-    own = [value for key, value in overrides.items() if key.endswith("custom_reward_function.path") and value != "null"]
-    if own:
-        path = _known(lambda: workspace.setting(next(key for key in overrides if key.endswith("reward_function.path"))))
-        if path is not None and Path(path).is_absolute() and not Path(path).is_file():
-            return CheckResult(name, path, f"{path} does not exist; restore the reward function")
-        return CheckResult(name, path or own[0])
-    if any("reward_manager" in key or "reward_model.enable" in key for key in overrides):
-        return CheckResult(name, "chosen by train.sh")
-    known = read_reward_sources(workspace.verl / "verl")
-    if not known:
-        return CheckResult(name, "verl's own, data sources unknown")
-    strange = [source for source in sources if not is_known_source(source, known)]
-    if strange:
-        file = workspace.verl / "verl" / _REWARDS
-        problem = (
-            f"{file} names no reward for {', '.join(map(repr, strange))}; set custom_reward_function.path in train.sh"
-        )
-        return warning(name, "verl's own, by data source", problem)
-    return CheckResult(name, "verl's own, by data source")
-
-
-_REWARDS = Path("utils/reward_score/__init__.py")
-
-
-def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
-    """Whether a data source is among those of `read_reward_sources`."""
-    return any(source == name or (is_beginning and source.startswith(name)) for name, is_beginning in known)
-
-
-def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
-    """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
-    try:
-        tree = ast.parse((package / _REWARDS).read_text())
-    except (OSError, SyntaxError, ValueError):
-        return set()
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "data_source":
-            names = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            found |= {(name, False) for name in names if isinstance(name, str)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "data_source.startswith":
-            names = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            found |= {(name, True) for name in names if isinstance(name, str)}
-    return found
-
-
 def _check_base_model(workspace: Workspace) -> list[CheckResult]:
     try:
         model = workspace.base_model
     except PreflightError as error:
         return [CheckResult("base model", "unknown", str(error))]
-    return [*check_model(model, find_vocabulary(model)), _check_context(workspace, model)]
-
-
-def _check_context(workspace: Workspace, model: Path) -> CheckResult:
-    """Prompt and response must fit the model's positions, or vLLM refuses to start."""
-    name = "context length"
-    context = read_context(model)
-    lengths = [_number(workspace, f"data.max_{part}_length") for part in ("prompt", "response")]
-    prompt, response = lengths
-    found = f"model {context or 'unknown'}, prompt {prompt or 'unknown'} + response {response or 'unknown'}"
-    if context and prompt and response and prompt + response > context:
-        problem = f"{workspace.train_script}: the lengths sum to {prompt + response} tokens, {model} holds {context}; lower one"
-        return CheckResult(name, found, problem)
-    return CheckResult(name, found)
+    return [*check_model(model, find_vocabulary(model)), check_context(workspace, model)]
 
 
 def read_package_version(package: str, training_env: Path | None) -> str | None:
@@ -547,30 +299,30 @@ def _check_rungs(config: AgentConfig, workspace: Workspace) -> tuple[tuple[int, 
 def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...] | None) -> Demand:
     """What a run asks of the machine; what cannot be known is None."""
 
-    device = _known(lambda: workspace.setting("trainer.device")) or "cuda"
-    model = _known(lambda: workspace.base_model)
-    steps, every = _known(lambda: workspace.total_steps), _known(lambda: workspace.save_freq)
-    kept = _number(workspace, "trainer.max_actor_ckpt_to_keep")
-    gpus = _number(workspace, "trainer.n_gpus_per_node")
+    device = known(lambda: workspace.setting("trainer.device")) or "cuda"
+    model = known(lambda: workspace.base_model)
+    steps, every = known(lambda: workspace.total_steps), known(lambda: workspace.save_freq)
+    kept = number(workspace, "trainer.max_actor_ckpt_to_keep")
+    gpus = number(workspace, "trainer.n_gpus_per_node")
     full_run_saves = -(-steps // every) if steps and every else None
     trial_saves = rungs[-1] // rungs[0] if rungs else None
     test = read_dataset([workspace.test_file], required=["prompt"])
     return Demand(
         device=device,
         gpus_per_node=gpus if gpus is not None or device == "cpu" else BATCH_DEFAULTS["trainer.n_gpus_per_node"],
-        nodes=_number(workspace, "trainer.nnodes") or 1,
+        nodes=number(workspace, "trainer.nnodes") or 1,
         concurrent=config.search.concurrent,
         cpus_per_gpu=read_colocation(workspace.verl),
-        ray_cpus=_number(workspace, "ray_kwargs.ray_init.num_cpus") or _number(workspace, "ray_init.num_cpus"),
+        ray_cpus=number(workspace, "ray_kwargs.ray_init.num_cpus") or number(workspace, "ray_init.num_cpus"),
         parameters=_count_parameters(model) if model else None,
         trial_checkpoints=min(trial_saves, kept) if trial_saves and kept else trial_saves,
         full_run_checkpoints=min(full_run_saves, kept) if full_run_saves and kept else full_run_saves,
         test_rows=test.rows or None,
-        response_tokens=_number(workspace, "data.max_response_length"),
+        response_tokens=number(workspace, "data.max_response_length"),
         vocabulary=find_vocabulary(model) if model else None,
         devices=read_devices(read_text(workspace.train_script)),
         runs=config.runs,
-        full_run_folder=_known(lambda: workspace.full_run_checkpoints(config.runs)) or config.runs,
+        full_run_folder=known(lambda: workspace.full_run_checkpoints(config.runs)) or config.runs,
         outputs=workspace.outputs,
     )
 

@@ -21,10 +21,11 @@ import pytest
 from agent.checks import CheckResult, require_sound
 from agent.config import AgentConfig, load_config
 from agent.dataset import normalise_answer
-from agent.doctor import check_all, read_colocation, read_demand, read_devices, read_reward_sources, require_healthy
+from agent.doctor import check_all, read_colocation, read_demand, read_devices, require_healthy
 from agent.errors import PreflightError
 from agent.machine import Gpu, Machine, Volume, read_gpus, read_machine, select_visible
 from agent.machine_checks import GIB, check_disks, check_machine, forecast_disks
+from agent.script_checks import read_reward_sources
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
 from trials.embedded.build import HERE as EMBEDDED
