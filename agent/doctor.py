@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +31,7 @@ from agent.errors import PreflightError
 from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
 from agent.model_files import WeightsError, check_model, count_parameters
+from agent.packages import find_package_version
 from agent.rungs import plan_rungs
 from agent.script_checks import check_context, check_prompt_length, check_reward, check_script, known, number
 from agent.workspace import Workspace, find_vocabulary, read_text
@@ -254,10 +254,10 @@ def _check_data(workspace: Workspace, training_env: Path | None) -> list[CheckRe
     if train.answers and dev.answers:
         results.append(check_answers(train, dev))
     results += check_overlap({"training": train, "dev": dev, "test": test})
-    results.append(check_features([train, dev, test], read_package_version("datasets", training_env)))
+    results.append(check_features([train, dev, test], find_package_version("datasets", training_env)))
     results.append(check_prompt_length(workspace, training_env))
     if workspace.train_script.is_file():
-        results.append(check_reward(workspace, {*train.sources, *dev.sources}))
+        results.append(check_reward(workspace, {*train.sources, *dev.sources}, training_env))
     return results
 
 
@@ -276,13 +276,6 @@ def _check_base_model(workspace: Workspace) -> list[CheckResult]:
     except PreflightError as error:
         return [CheckResult("base model", "unknown", str(error))]
     return [*check_model(model, find_vocabulary(model)), check_context(workspace, model)]
-
-
-def read_package_version(package: str, training_env: Path | None) -> str | None:
-    """The version of a package in the training environment, from its files; None when it is not installed there."""
-    folders = [str(path) for path in training_env.glob("lib/python3*/site-packages")] if training_env else None
-    found = distributions(name=package, path=folders) if folders is not None else distributions(name=package)
-    return next((distribution.version for distribution in found), None)
 
 
 # ---- configuration ----------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from agent.checks import CheckResult, first_line, warning
 from agent.dataset import read_prompts
 from agent.errors import PreflightError
 from agent.model_files import read_context
+from agent.packages import find_package_version
 from agent.token_counts import count_tokens_of
-from agent.workspace import Workspace
+from agent.workspace import Workspace, read_text
 from trials.checkpoints import read_checkpoints
 
 _Value = TypeVar("_Value")
@@ -215,7 +216,7 @@ def check_context(workspace: Workspace, model: Path) -> CheckResult:
     return CheckResult(name, found)
 
 
-def check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
+def check_reward(workspace: Workspace, sources: Iterable[str], training_env: Path | None) -> CheckResult:
     """Without a reward function of the script, verl chooses one by data source and raises for names it does not know."""
     name = "reward"
     overrides = known(lambda: workspace.script.overrides) or {}
@@ -224,6 +225,11 @@ def check_reward(workspace: Workspace, sources: Iterable[str]) -> CheckResult:
         path = known(lambda: workspace.setting(next(key for key in overrides if key.endswith("reward_function.path"))))
         if path is not None and Path(path).is_absolute() and not Path(path).is_file():
             return CheckResult(name, path, f"{path} does not exist; restore the reward function")
+        if path and "math_verify" in read_text(Path(path)) and not find_package_version("math-verify", training_env):
+            problem = (
+                f"{path} needs math-verify, which was not found in the training environment; pip install math-verify"
+            )
+            return warning(name, path, problem)
         return CheckResult(name, path or own[0])
     if any("reward_manager" in key or "reward_model.enable" in key for key in overrides):
         return CheckResult(name, "chosen by train.sh")

@@ -501,6 +501,15 @@ def test_prompts_as_arrays_of_messages_are_accepted(workspace: Path) -> None:
     assert examine(workspace)["training data"].state == "ok"
 
 
+def test_a_reward_without_its_package_is_named(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("from math_verify import verify")
+    set_option(f"custom_reward_function.path={tmp_path / 'reward.py'}")(workspace)
+    assert examine(workspace)["reward"].state == "ok"
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    result = examine(workspace, overrides=[f"training_env={tmp_path / 'env'}"])["reward"]
+    assert result.state == "warning" and "pip install math-verify" in str(result.problem)
+
+
 def test_files_of_newer_datasets_are_read_and_flagged(workspace: Path, tmp_path: Path) -> None:
     newer_metadata(workspace)
     for version, state in (("3.6.0", "failed"), ("4.1.0", "ok"), (None, "warning")):
@@ -703,6 +712,13 @@ def test_limits_and_neighbours(workspace: Path, name: str) -> None:
     changes, check, state, words = MACHINE_FAULTS[name]
     result = machine_results(workspace, dataclasses.replace(MACHINE, **changes))[check]
     assert result.state == state and words in str(result.problem)
+
+
+def test_a_low_limit_of_the_shell_is_seen(workspace: Path) -> None:
+    program = f"ulimit -n 300; exec {sys.executable} {ROOT / 'run_agent.py'} doctor --workspace {workspace}"
+    result = subprocess.run(["bash", "-c", program], cwd=workspace.parent, capture_output=True, text=True)
+    assert result.returncode == 3 and "checks failed: open files" in result.stderr
+    assert "at most 300 per process" in result.stdout and "ulimit -n 4096" in result.stdout
 
 
 def test_several_nodes_are_refused(workspace: Path) -> None:
