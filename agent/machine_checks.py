@@ -45,6 +45,8 @@ class Demand:
     runs: Path
     full_run_folder: Path
     outputs: Path
+    cluster: str | None = None
+    """Address of a Ray cluster whose nodes run the trials; None: this machine does."""
 
     @property
     def needs_gpus(self) -> bool:
@@ -55,9 +57,13 @@ def check_machine(
     machine: Machine, demand: Demand, volume_of: Callable[[Path], Volume] = read_volume
 ) -> list[CheckResult]:
     """All comparisons. `volume_of` tells the volume of a folder."""
+    nodes = [_check_nodes(demand)] if demand.nodes > 1 else []
+    if demand.cluster is not None:
+        found = f"of the Ray cluster at {demand.cluster}, counted when it is joined"
+        return [CheckResult("GPUs and CPUs", found), *nodes, *check_disks(demand, volume_of)]
     return [
         *_check_gpus(machine, demand),
-        *([_check_nodes(demand)] if demand.nodes > 1 else []),
+        *nodes,
         _check_cpus(machine, demand),
         _check_memory(machine, demand),
         *([_check_shared_memory(machine)] if demand.needs_gpus else []),

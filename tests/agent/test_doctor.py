@@ -771,6 +771,16 @@ def test_disks_are_forecast_for_qwen_on_math500(workspace: Path) -> None:
     assert judge(2**20, 300 * GIB) == ["failed", "ok", "failed"]
 
 
+def test_a_cluster_is_not_judged_by_this_machine(workspace: Path) -> None:
+    gpu_workspace(workspace)
+    demand = dataclasses.replace(
+        read_demand(AgentConfig(workspace=workspace), Workspace(workspace), (2, 4, 8)), cluster="10.0.0.1:6379"
+    )
+    results = check_machine(dataclasses.replace(MACHINE, gpus=None, cpus=1, threads=1), demand)
+    assert results[0].found == "of the Ray cluster at 10.0.0.1:6379, counted when it is joined"
+    assert all(result.state != "failed" for result in results)
+
+
 def test_a_large_disk_that_is_nearly_full_is_no_failure(workspace: Path) -> None:
     demand = read_demand(AgentConfig(workspace=workspace), Workspace(workspace), (2, 4, 8))
     (result,) = check_disks(demand, lambda folder: Volume(1, 4000 * GIB, 160 * GIB))
