@@ -157,6 +157,7 @@ class ControlState:
     entropy_weight: float = 0.0
     exact_entropy: float | None = None
     """Published for the current rollout batch, nats."""
+    configuration_id: int = field(init=False)
     initial_entropy: float | None = field(init=False)
     positive: float = field(init=False)
     negative: float = field(init=False)
@@ -171,13 +172,14 @@ class ControlState:
 
     def __post_init__(self) -> None:
         c = self.configuration
+        self.configuration_id = configuration_id(c)
         self.initial_entropy = c.target_h0
         self.positive, self.negative = c.positive_weight, c.negative_weight
         self.clip_high, self.coef, self.kl_coef = c.clip_high, c.shaping_coef, c.kl_cov_coef
         self.amplify, self.damp = c.stare_amplify, c.stare_damp
         self.drive = drive_of(c)
         self.steps = float(self.side_files.resumed_step)
-        record = self.side_files.last_control(configuration_id(c)) or {}
+        record = self.side_files.last_control(self.configuration_id) or {}
         for name in ("initial_entropy", *_MOVING):
             setattr(self, name, record.get(name, getattr(self, name)))
 
@@ -301,8 +303,9 @@ class ControlState:
     def _record(self) -> None:
         source = "exact" if self.exact_entropy is not None else "surprisal"
         values = {name: getattr(self, name) for name in ("entropy", "target", "initial_entropy", *_MOVING)}
-        identity = configuration_id(self.configuration)
-        self.side_files.append("control", step=int(self.steps), configuration_id=identity, source=source, **values)
+        self.side_files.append(
+            "control", step=int(self.steps), configuration_id=self.configuration_id, source=source, **values
+        )
 
 
 _MOVING = ("positive", "negative", "clip_high", "coef", "amplify", "damp", "kl_coef", "integral")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from verl_overlay.advantages import group_advantages, with_token_entropy
-from verl_overlay.configuration import OverlayConfiguration, OverlayError, configuration_id
+from verl_overlay.configuration import OverlayConfiguration, OverlayError
 from verl_overlay.control import ControlState
 from verl_overlay.losses import ClipBounds, Loss, composed_policy_loss, counter_metrics
 
@@ -166,7 +166,7 @@ class Overlay:
         self.state.side_files.append(
             "advantage",
             call=self._advantage_calls,
-            configuration_id=configuration_id(c),
+            configuration_id=self.state.configuration_id,
             nonzero_share=float(nonzero),
         )
         return advantages, advantages

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from verl_overlay.configuration import OverlayConfiguration, configuration_id
+from verl_overlay.configuration import OverlayConfiguration
 from verl_overlay.control import ControlState
 
 LOG_RATIO_LIMIT = 20.0
@@ -97,21 +97,23 @@ class _WithSlopes(torch.autograd.Function):
         return gradients[0] * slopes, None, None
 
 
-def select_top(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` largest ``values`` within ``group``; which of equal ones is left to torch's ``topk``, as in verl.
+def top_positions(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
+    """Flat positions of the ``count`` largest ``values`` in ``group``; equal ones as torch's ``topk`` takes them.
 
     Args:
         values: (B, T).
-        group: (B, T) bool.
-        count: of positions; all of ``group`` when it has fewer.
-
-    Returns:
-        (B, T) bool, a subset of ``group``.
+        group: (B, T) bool with at least ``count`` positions, unless that is fewer than all.
+        count: of positions.
     """
     keys = values.masked_fill(~group, -math.inf).flatten()
-    selected = torch.zeros_like(keys, dtype=torch.bool)
-    selected[torch.topk(keys, min(count, keys.numel()), sorted=False).indices] = True
-    return selected.view_as(group) & group
+    return torch.topk(keys, min(count, keys.numel()), sorted=False).indices
+
+
+def select_top(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
+    """The same as a (B, T) bool, a subset of ``group``, which may have fewer than ``count`` positions."""
+    selected = torch.zeros_like(group)
+    selected.view(-1)[top_positions(values, group, count)] = True
+    return selected & group
 
 
 # ---- sign weights and shaping ----
@@ -155,13 +157,15 @@ def shaped_advantages(
 
 def centred_confidence(tokens: Tokens, share: float) -> torch.Tensor:
     """Mean probability of each response's ``ceil(share n)`` least probable tokens minus its batch mean, (B, 1)."""
+    outside = ~tokens.mask
     lengths = tokens.mask.sum(dim=-1, keepdim=True)
-    counts = torch.ceil(lengths.double() * share - 1e-9)
+    counts = torch.ceil(lengths.double() * share - 1e-9).long()
     most = math.ceil(tokens.mask.shape[-1] * share - 1e-9)
-    rarest = torch.topk(tokens.old.masked_fill(~tokens.mask, math.inf), most, dim=-1, largest=False).values
-    positions = torch.arange(most, device=rarest.device)
-    lowest = rarest.exp_().masked_fill_(positions >= counts, 0.0).sum(dim=-1, keepdim=True)
-    confidence = lowest / counts.clamp(min=1).to(lowest.dtype)
+    # every row gives its `most` lowest: what a short response lacks is filled up with masked positions of probability 0
+    filling = outside & (torch.cumsum(outside, dim=-1) <= most - counts)
+    keys = tokens.old.masked_fill(outside, math.inf).masked_fill_(filling, -math.inf)
+    lowest = torch.topk(keys, most, dim=-1, largest=False, sorted=False).values.exp_().sum(dim=-1, keepdim=True)
+    confidence = lowest / counts.clamp(min=1)
     filled = (lengths > 0).to(confidence.dtype)
     return (confidence - (confidence * filled).sum() / filled.sum().clamp(min=1)) * filled
 
@@ -281,7 +285,7 @@ def surprising_weights(
     for group, size, weight in groups:
         if weight != 1.0 and size > 0:
             count = max(1, math.ceil(fraction * size - 1e-9))
-            weights.masked_fill_(select_top(surprisal, group, count), weight)
+            weights.view(-1)[top_positions(surprisal, group, count)] = weight
     return weights
 
 
@@ -323,8 +327,9 @@ def opefo_weights(tokens: Tokens, limit: float) -> torch.Tensor:
 def high_entropy_weights(tokens: Tokens, share: float) -> torch.Tensor:
     """80/20, arXiv 2506.01939, by surprisal: ``N / k`` on the k = ``ceil(share N)`` most surprising tokens, else 0."""
     count = max(1, math.ceil(share * tokens.count - 1e-9))
-    kept = select_top(-tokens.new, tokens.mask, count)
-    return kept.to(tokens.new.dtype).mul_(tokens.count / count)
+    weights = torch.zeros_like(tokens.new)
+    weights.view(-1)[top_positions(-tokens.new, tokens.mask, count)] = tokens.count / count
+    return weights.masked_fill_(~tokens.mask, 0.0)
 
 
 # ---- extra terms ----
@@ -550,5 +555,5 @@ def counter_metrics(state: ControlState) -> dict[str, float]:
     """
     return {
         "overlay/calls": float(state.calls),
-        "overlay/configuration_id": float(configuration_id(state.configuration)),
+        "overlay/configuration_id": float(state.configuration_id),
     }

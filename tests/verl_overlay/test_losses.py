@@ -419,27 +419,32 @@ def test_batch_share_adds_up_over_a_mini_batch() -> None:
 SKEWED = [0.6, 0.25, 0.1, 0.05]
 
 
-def entropy_change(values: dict[str, Any], rewards: list[float], pi_values: list[float] | None = None) -> float:
-    """First-order entropy change of one exact gradient step: every action once, advantage times probability.
+def entropy_change(values: dict[str, Any], rewards: list[float], ratios: list[float] | None = None) -> float:
+    """First-order entropy change of one exact gradient step: every action once, as an answer of one token.
 
     ``dH = -eta Cov_{a~pi}(log pi, pi A)`` for a softmax policy; verified by the plain-GRPO case of the tests.
+
+    Args:
+        rewards: of each action; the advantage is the reward minus its expectation.
+        ratios: pi / old policy of each action; all 1 on-policy.
     """
-    logits = torch.log(torch.tensor([pi_values or SKEWED], dtype=torch.float64)).requires_grad_()
+    logits = torch.log(torch.tensor(SKEWED, dtype=torch.float64)).requires_grad_()
     log_prob = torch.log_softmax(logits, -1)
     pi = log_prob.detach().exp()
-    advantages = torch.tensor([rewards], dtype=torch.float64)
+    advantages = torch.tensor(rewards, dtype=torch.float64)
     advantages = advantages - (pi * advantages).sum()
-    mask = torch.ones_like(pi, dtype=torch.bool)
+    old = log_prob.detach() - torch.tensor(ratios or [1.0] * 4, dtype=torch.float64).log()
 
     def expectation(loss_mat: Any, loss_mask: Any, loss_agg_mode: str, **_: Any) -> Any:
-        return (pi * loss_mat).sum()
+        return (old.exp() * loss_mat[:, 0]).sum()
 
     state = state_of(values)
     state.exact_entropy = float(-(pi * log_prob.detach()).sum())
-    arguments = (log_prob.detach(), log_prob, advantages, mask, "token-mean", CLIP, {})
-    loss, _ = losses.composed_policy_loss(*arguments, state=state, aggregate=expectation)
+    tensors = (old, log_prob, advantages, torch.ones(4, dtype=torch.bool))
+    columns = [tensor[:, None] for tensor in tensors]
+    loss, _ = losses.composed_policy_loss(*columns, "token-mean", CLIP, {}, state=state, aggregate=expectation)
     (step,) = torch.autograd.grad(-loss, logits)
-    entropy_gradient = -pi * (log_prob.detach() + (-pi * log_prob.detach()).sum())
+    entropy_gradient = -pi * (log_prob.detach() + state.exact_entropy)
     return float((step * entropy_gradient).sum())
 
 
@@ -456,6 +461,7 @@ def test_plain_step_follows_the_covariance_identity() -> None:
 
 LIKELY_RIGHT = [1.0, 0.0, 0.0, 0.0]
 RARE_WRONG = [1.0, 1.0, 1.0, 0.0]
+RARE_RIGHT = [0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -489,12 +495,55 @@ RARE_WRONG = [1.0, 1.0, 1.0, 0.0]
             {"extra_term": "entropic", "entropic.probability": 0.5, "target.entropy": 2.0},
             LIKELY_RIGHT,
         ),
+        ({"shaping": "progrpo", "shaping.coef": 0.1}, {"shaping": "progrpo", "shaping.coef": 0.5}, LIKELY_RIGHT),
+        ({"clip_high": 0.2}, {"token_rule": "high_entropy", "high_entropy.share": 0.25}, RARE_RIGHT),
+        ({"clip_high": 0.2}, {"sign_gate": "band", "band.low": 5.0}, LIKELY_RIGHT),
+        ({"sign_gate": "band", "band.low": 0.0}, {"clip_high": 0.2}, [0.0, 1.0, 1.0, 1.0]),
     ],
 )
 def test_the_stronger_setting_keeps_more_entropy(
     weaker: dict[str, Any], stronger: dict[str, Any], rewards: list[float]
 ) -> None:
     assert entropy_change(weaker, rewards) < entropy_change(stronger, rewards)
+
+
+@pytest.mark.parametrize(
+    ("weaker", "stronger", "rewards", "ratios"),
+    [
+        # a rare correct answer already up by 30 %: clipped at 0.2, trained on at 0.4, by CISPO and by CE-GPPO
+        ({"clip_high": 0.2}, {"clip_high": 0.4}, RARE_RIGHT, [1.0, 1.0, 1.0, 1.3]),
+        ({"clip_high": 0.2}, {"ratio_rule": "cispo", "clip_low": 1.0}, RARE_RIGHT, [1.0, 1.0, 1.0, 1.3]),
+        ({"ratio_rule": "ce_gppo", "ce_gppo.high": 0.2}, {"ratio_rule": "ce_gppo"}, RARE_RIGHT, [1.0, 1.0, 1.0, 1.3]),
+        # a rare wrong one already down by 40 %: pushed further unless the lower clip is tight or beta1 small
+        ({"clip_low": 0.5}, {"clip_low": 0.12}, RARE_WRONG, [1.0, 1.0, 1.0, 0.6]),
+        ({"ratio_rule": "ce_gppo", "ce_gppo.low": 1.0}, {"ratio_rule": "ce_gppo"}, RARE_WRONG, [1.0, 1.0, 1.0, 0.6]),
+        # a likely correct one on its way up is held back where covariance is highest
+        (
+            {"extra_term": "kl_cov", "kl_cov.coef": 0.1, "ratio_rule": "none"},
+            {"extra_term": "kl_cov", "kl_cov.coef": 1.0, "ratio_rule": "none"},
+            LIKELY_RIGHT,
+            [1.1, 0.9, 0.9, 0.9],
+        ),
+        ({"extra_term": "sent", "kl_cov.coef": 0.1}, {"extra_term": "sent"}, LIKELY_RIGHT, [1.1, 0.9, 0.9, 0.9]),
+        (
+            {"ratio_rule": "gspo", "clip_high": 0.2},
+            {"ratio_rule": "gspo", "clip_high": 0.4},
+            RARE_RIGHT,
+            [1, 1, 1, 1.3],
+        ),
+    ],
+)
+def test_off_policy_the_stronger_setting_keeps_more_entropy(
+    weaker: dict[str, Any], stronger: dict[str, Any], rewards: list[float], ratios: list[float]
+) -> None:
+    assert entropy_change(weaker, rewards, ratios) < entropy_change(stronger, rewards, ratios)
+
+
+def test_a_baseline_changes_the_variance_and_not_the_expected_entropy_change() -> None:
+    """QAE's and Dr.GRPO's baselines in expectation: any constant gives the same exact step as the mean."""
+    plain = entropy_change({"ratio_rule": "none"}, LIKELY_RIGHT)
+    shifted = [reward + 0.7 for reward in LIKELY_RIGHT]
+    assert entropy_change({"ratio_rule": "none"}, shifted) == pytest.approx(plain, rel=1e-9)
 
 
 def test_the_bonus_is_the_gradient_of_the_entropy() -> None:
