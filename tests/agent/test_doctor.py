@@ -24,7 +24,7 @@ from agent.dataset import normalise_answer
 from agent.doctor import check_all, read_colocation, read_demand, read_devices, require_healthy
 from agent.errors import PreflightError
 from agent.machine import Gpu, Machine, Volume, read_gpus, read_machine, select_visible
-from agent.machine_checks import GIB, check_disks, check_machine, forecast_disks
+from agent.machine_checks import DISK, GIB, check_disks, check_machine, forecast_disks
 from agent.script_checks import read_reward_sources
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
@@ -58,7 +58,8 @@ def examine(root: Path, machine: Machine = MACHINE, overrides: Sequence[str] = (
 
 
 def states(results: dict[str, CheckResult], state: str) -> set[str]:
-    return {name for name, result in results.items() if result.state == state}
+    """Names of the checks in this state; how full the disks of the testing machine are is left out."""
+    return {name for name, result in results.items() if result.state == state and not name.startswith(DISK)}
 
 
 # ---- ways to break a workspace ----------------------------------------------------------------------------------------
