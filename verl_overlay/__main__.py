@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,49 @@ def _install(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list() -> int:
+def methods_page() -> str:
+    """The page docs/methods.md: one row per preset."""
+    rows = [
+        "# Methods",
+        "",
+        "Written by `python -m verl_overlay list --markdown` from `verl_overlay/presets.py`; edit that file.",
+        "",
+        "A preset is a point in the space of the overlay's knobs, named after the paper it comes from. r is the ratio of",
+        "new to old probability of a token, A its advantage, H the mean entropy in nats, N the number of response tokens.",
+        "*Inert on-policy*: does nothing while each rollout batch is used for one update, as r is then exactly 1.",
+        "`python -m verl_overlay show PRESET` prints a preset's knobs with their ranges.",
+        "",
+        "| preset | method | source | formula | acts on | inert on-policy | not in verl | note |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_methods_row(name, preset) for name, preset in PRESETS.items()),
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _methods_row(name: str, preset: Preset) -> str:
+    inert = "yes" if preset.inert_on_policy else ""
+    note = "; ".join([*(["needs `schedule.steps`"] if preset.needs_schedule else []), *filter(None, [preset.note])])
+    cells = (
+        f"`{name}`",
+        preset.title,
+        _linked(preset.source),
+        preset.formula,
+        preset.acts,
+        inert,
+        preset.missing_in,
+        note,
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _linked(source: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", source)
+
+
+def _list(markdown: bool) -> int:
+    if markdown:
+        print(methods_page(), end="")
+        return 0
     print("presets (show PRESET for its formula and knobs):")
     print("\n".join(preset_line(name, preset) for name, preset in PRESETS.items()))
     print("\nknobs:")
@@ -107,7 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m verl_overlay", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("list", help="every preset and every knob")
+    listing = verbs.add_parser("list", help="every preset and every knob")
+    listing.add_argument("--markdown", action="store_true", help="the table of presets, as in docs/methods.md")
     show = verbs.add_parser("show", help="a preset, or what is baked into a core_algos.py")
     show.add_argument("subject", metavar="PRESET|CORE_ALGOS_PY")
     for verb, text in (
@@ -134,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = build_parser().parse_args(arguments)
     try:
         if chosen.verb == "list":
-            return _list()
+            return _list(chosen.markdown)
         if chosen.verb == "show":
             return _show(chosen.subject)
         if chosen.verb == "check":

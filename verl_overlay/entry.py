@@ -66,7 +66,7 @@ class Overlay:
         clip = ClipBounds(cliprange, cliprange, None)
         composed = self._compose(old_log_prob, log_prob, advantages, eos_mask, "token-mean", clip, {}, None)
         self._record(*composed)
-        return composed[0], _number(composed, "actor/pg_clipfrac"), _number(composed, "actor/ppo_kl")
+        return composed[0], _metric(composed, "actor/pg_clipfrac"), _metric(composed, "actor/ppo_kl")
 
     def loss_four(
         self,
@@ -94,7 +94,7 @@ class Overlay:
         composed = self._compose(*tensors, loss_agg_mode, ClipBounds(low, high, clip_ratio_c), {}, None)
         self._record(*composed)
         names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
-        first, second, third = (_number(composed, name) for name in names)
+        first, second, third = (_metric(composed, name) for name in names)
         return composed[0], first, second, third
 
     def loss_registry(
@@ -232,7 +232,7 @@ def clip_bounds(config: Any) -> ClipBounds:
     return ClipBounds(low, high, bound)
 
 
-def _number(composed: Loss, name: str) -> torch.Tensor:
+def _metric(composed: Loss, name: str) -> torch.Tensor:
     return torch.tensor(composed[1][name])
 
 

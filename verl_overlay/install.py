@@ -453,7 +453,8 @@ def install(
         configuration: the flat object to bake in.
         backup_dir: where the original bytes are kept, created when needed; None for no backup.
         force: take a file with an edited block apart all the same: what stands above the first marker becomes the
-            original. The edited file is kept in ``backup_dir``, which is then required.
+            original. The edited file is kept in ``backup_dir``, which is then required. Without a first marker
+            nothing tells the original from the block, and the file is refused.
 
     Raises:
         OverlayError: configuration not usable, verl unknown, file edited by hand, or not writable.
@@ -464,9 +465,9 @@ def install(
         parts = _take_apart(core_algos, data)
         original = data if parts is None else parts.original
     except OverlayError:
-        if not force or backup_dir is None:
+        if not force or backup_dir is None or BEGIN.encode() not in data:
             raise
-        original = data[: data.index(BEGIN.encode())].removesuffix(SEPARATOR) if BEGIN.encode() in data else b""
+        original = data[: data.index(BEGIN.encode())].removesuffix(SEPARATOR)
         require_supported(core_algos, original)
         _write_backup(core_algos, data, backup_dir, "edited")
     shape = require_supported(core_algos, original)
@@ -543,7 +544,11 @@ def _actor_problem(core_algos: Path, shape: Shape) -> str | None:
     package = core_algos.resolve().parents[2]
     actors = [package / name for name in _ACTORS if (package / name).is_file()]
     for actor in actors:
-        for node in ast.walk(ast.parse(actor.read_bytes())):
+        try:
+            tree = ast.parse(_read(actor))
+        except (OverlayError, SyntaxError, ValueError) as error:
+            return f"verl's actor {actor} cannot be read as Python: {error}"
+        for node in ast.walk(tree):
             if (isinstance(node, ast.Name) and node.id == wanted) or (
                 isinstance(node, ast.Attribute) and node.attr == wanted
             ):
@@ -560,14 +565,16 @@ def _probe_live(core_algos: Path, shape: Shape, original: bytes, python: str, ti
     problem = _actor_problem(core_algos, shape)
     dropped = (ENVIRONMENT_VARIABLE, FOLDER_VARIABLE)
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
-    paths = [str(target.parents[3]), environment.get("PYTHONPATH", "")]
+    root = target.parents[3]
+    paths = [str(root), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     functions = {node.name: node for node in ast.parse(original).body if isinstance(node, ast.FunctionDef)}
     aggregate = functions.get("agg_loss")
     arguments = ",".join(item.arg for item in aggregate.args.args) if aggregate else ""
-    command = [python, "-c", _PROBE, shape.loss, shape.name, arguments]
+    interpreter = os.path.abspath(python) if os.sep in python else python
+    command = [interpreter, "-c", _PROBE, shape.loss, shape.name, arguments]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"the live loss could not be checked with {python}: {error}"]
     lines = [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith("overlay-probe ")]
