@@ -58,6 +58,31 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--name", help="name of the run folder; run-<n> by default")
     run.set_defaults(verb=_run)
 
+    doctor = verbs.add_parser(
+        "doctor", help="check workspace, configuration and machine; nothing is started or written"
+    )
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="as for run")
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for run")
+    doctor.add_argument("--workspace", metavar="DIR", help="as for run")
+    doctor.set_defaults(verb=_doctor)
+
+    init = verbs.add_parser("init", help="create a workspace for your own model and data on GPUs")
+    init.add_argument("target", type=Path, metavar="DIR", help="folder to create")
+    init.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the base model")
+    for split in ("train", "dev", "test"):
+        text = f"{split} data: parquet in verl's schema, or parquet or JSON lines with question and answer"
+        init.add_argument(f"--{split}", type=Path, nargs="+", required=True, metavar="FILE", help=text)
+    init.add_argument(
+        "--gpus", type=_positive, metavar="N", help="GPUs of one training; by default those of this machine"
+    )
+    init.add_argument("--steps", type=_positive, metavar="N", help="training steps; by default two epochs, 40 to 400")
+    init.add_argument("--responses", type=_positive, default=8, metavar="N", help="responses to each prompt (8)")
+    init.add_argument("--response-tokens", type=_positive, metavar="N", help="longest response; by default 2048")
+    init.add_argument("--verl", type=Path, metavar="DIR", help="verl checkout to copy; by default the installed verl")
+    init.add_argument("--training-env", type=Path, metavar="DIR", help="environment to copy verl from")
+    init.add_argument("--copy-model", action="store_true", help="copy the model instead of linking to it")
+    init.set_defaults(verb=_init)
+
     for name, verb, text in (
         ("resume", _resume, "go on with an interrupted run"),
         ("export", _export, "make and publish a submission from the best trial so far"),
@@ -82,21 +107,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from agent.config import load_config
+    from agent.doctor import require_healthy
     from agent.run_folder import create_run_folder, new_run_folder
-    from agent.workspace import Workspace, check_workspace, read_manifest, require_sound
+    from agent.workspace import Workspace, read_manifest
 
-    overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]
-    config = load_config(options.config, overrides)
-    config.read_space()
+    config = _load_config(options)
     if config.training_env is not None and not (config.training_env / "bin").is_dir():
         raise ConfigError(f"training_env {config.training_env} has no bin/ folder; name a venv or conda prefix")
     folder = new_run_folder(config, options.name)
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)
-    checks = check_workspace(workspace)
-    require_sound(checks)
-    from agent.pipeline import plan_rungs
+    checks = require_healthy(config, workspace)
+    from agent.rungs import plan_rungs
 
     rungs = plan_rungs(config, workspace)
     with ExitStack() as locks:
@@ -112,8 +134,9 @@ def _run(options: argparse.Namespace) -> None:
 
 def _resume(options: argparse.Namespace) -> None:
     from agent.config import AgentConfig, load_config, write_config
+    from agent.doctor import require_healthy
     from agent.run_folder import find_run_folder, require_same
-    from agent.workspace import Workspace, check_workspace, require_sound
+    from agent.workspace import Workspace
 
     folder = find_run_folder(options.runs, options.run)
     config: AgentConfig = folder.read_config()
@@ -126,10 +149,57 @@ def _resume(options: argparse.Namespace) -> None:
         if options.set and state.full_run is not None:
             raise ConfigError("the full run has begun, so --set can change nothing any more; start a new run")
         workspace = Workspace(config.workspace)
-        require_sound([check for check in check_workspace(workspace) if check.name != "checkpoint folder"])
+        require_healthy(config, workspace, is_resumed=True)
         _lock_workspace(locks, workspace)
         write_config(config, folder.path / "config.yaml")
         _execute(folder, config)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from agent.doctor import check_all, print_table
+    from agent.errors import PreflightError
+    from agent.machine import read_machine
+    from agent.workspace import Workspace
+
+    config = _load_config(options)
+    if not config.workspace.is_dir():
+        raise PreflightError(f"there is no workspace at {config.workspace}; check the path or create one with init")
+    results = check_all(config, Workspace(config.workspace), read_machine())
+    print_table(results)
+    states = [result.state for result in results]
+    failed, warnings = states.count("failed"), states.count("warning")
+    print(f"{len(results)} checks, {failed} failed, {warnings} warnings")
+    if failed:
+        names = ", ".join(result.name for result in results if result.state == "failed")
+        raise PreflightError(f"{failed} of {len(results)} checks failed: {names}; the table says what to do")
+
+
+def _init(options: argparse.Namespace) -> None:
+    import os
+
+    from agent.machine import read_gpus
+    from agent.scaffold import Request, build_scaffold
+
+    gpus = options.gpus
+    if gpus is None:
+        found, _ = read_gpus(os.environ)
+        gpus = len(found) if found else 8
+    request = Request(
+        target=options.target,
+        model=options.model,
+        train=tuple(options.train),
+        dev=tuple(options.dev),
+        test=tuple(options.test),
+        gpus=gpus,
+        steps=options.steps,
+        responses=options.responses,
+        response_tokens=options.response_tokens,
+        verl=options.verl,
+        training_env=options.training_env,
+        copy_model=options.copy_model,
+    )
+    print("\n".join(build_scaffold(request)))
+    print(f"next: python run_agent.py doctor --workspace {options.target}")
 
 
 def _execute(folder: "RunFolder", config: "AgentConfig") -> None:
@@ -186,7 +256,24 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report(find_run_folder(options.runs, options.run).path))
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
 # ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _load_config(options: argparse.Namespace) -> "AgentConfig":
+    """The configuration of `run` and `doctor`, its search space and training environment included."""
+    from agent.config import load_config
+
+    overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]
+    config = load_config(options.config, overrides)
+    config.read_space()
+    return config
 
 
 def _create_embedded_workspace(config: "AgentConfig") -> None:

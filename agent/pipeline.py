@@ -26,6 +26,7 @@ from agent.objective import judge, score_validation
 from agent.promotion import CheckpointChoice, choose_checkpoint, choose_losers, choose_promotion, losing_steps
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
+from agent.rungs import plan_rungs
 from agent.submission import (
     Submission,
     is_published,
@@ -683,25 +684,3 @@ class Pipeline:
             number += 1
         paths = publish(submission, self.workspace.outputs, previous)
         self.record("published", paths=paths, sha256=submission.sha256, **chosen)
-
-
-def plan_rungs(config: AgentConfig, workspace: Workspace) -> tuple[int, ...]:
-    """The steps at which trials are judged.
-
-    Raises:
-        PreflightError: the configured steps do not fit the schedule of train.sh.
-    """
-    total = workspace.total_steps
-    first = config.search.first_rung_steps or max(1, total // 8)
-    last = config.search.last_rung_steps or max(first, total // 2 // first * first)
-    if not first <= last <= total or last % first:
-        raise PreflightError(
-            f"search.first_rung_steps={first} and search.last_rung_steps={last} do not fit train.sh's {total} steps: the "
-            "last must be a multiple of the first and at most the total"
-        )
-    steps, factor = [], config.search.reduction_factor
-    step = first
-    while step < last:
-        steps.append(step)
-        step *= factor
-    return (*steps, last)

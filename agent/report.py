@@ -550,10 +550,16 @@ def _files(files: Any) -> Markup:
 def _checks(state: RunState) -> Markup:
     checks = (state.checks or {}).get("checks") or []
     rows = [
-        (check.get("name"), element("div", check.get("found"), class_="words"), check.get("problem") or "ok")
-        for check in checks
+        (check.get("name"), element("div", check.get("found"), class_="words"), _problem(check)) for check in checks
     ]
     return table("checks", "check | found | problem", rows)
+
+
+def _problem(check: Mapping[str, Any]) -> str:
+    problem = check.get("problem")
+    if not problem:
+        return "ok"
+    return str(problem) if check.get("is_fatal", True) else f"warning: {problem}"
 
 
 def _published(state: RunState) -> Markup:

@@ -1,35 +1,23 @@
-"""The workspace: every path of the task, checks before anything starts, and proof that only the allowed files changed."""
+"""The workspace: every path of the task, and proof that only the allowed files changed."""
 
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import pyarrow as pa
 import pyarrow.parquet as pq
+import yaml
 
 from agent.errors import PreflightError
-from agent.merging import find_merger
-from trials.checkpoints import read_checkpoints
 from trials.script import ScriptError, TrainScript
-from verl_overlay import install
 
 _Value = TypeVar("_Value")
 _LARGE_FILE_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One line of the preflight table."""
-
-    name: str
-    found: str
-    problem: str | None = None
-    """What is wrong and what to do; None when all is well."""
 
 
 @dataclass(frozen=True)
@@ -104,28 +92,43 @@ class Workspace:
         except ScriptError as error:
             raise PreflightError(f"{self.train_script}: {error}") from None
 
-    def data_file(self, key: str, fallback: str) -> Path:
-        """The parquet file that a `data.*_files` setting names, else the file of that name in data/datasets."""
+    def data_files(self, key: str, fallback: str) -> tuple[Path, ...]:
+        """The parquet files that a `data.*_files` setting names, else the files of that name in data/datasets."""
         try:
             value = self.setting(key)
         except PreflightError:
             value = None
-        if value and not value.startswith("["):
-            return Path(value)
-        found = sorted(self.datasets.glob(f"*/{fallback}"))
-        return found[0] if found else self.datasets / fallback
+        if value:
+            return tuple(Path(name) for name in _listed_names(value))
+        return tuple(sorted(self.datasets.glob(f"*/{fallback}"))) or (self.datasets / fallback,)
 
     @property
-    def train_file(self) -> Path:
-        return self.data_file("data.train_files", "train.parquet")
+    def train_files(self) -> tuple[Path, ...]:
+        return self.data_files("data.train_files", "train.parquet")
 
     @property
-    def dev_file(self) -> Path:
-        return self.data_file("data.val_files", "dev.parquet")
+    def dev_files(self) -> tuple[Path, ...]:
+        return self.data_files("data.val_files", "dev.parquet")
+
+    @cached_property
+    def test_candidates(self) -> tuple[Path, ...]:
+        """Where the test questions may be, the likeliest first.
+
+        Parquet files whose `<folder>/<file>` the inference scripts name; else `test.parquet` beside a dev file, then any
+        other in data/datasets. Never a file that trains or judges.
+        """
+        used = {*self.train_files, *self.dev_files}
+        files = [path for path in sorted(self.datasets.glob("*/*.parquet")) if path not in used]
+        texts = [read_text(path) for path in (self.inference_script, self.scripts / "inference.py")]
+        named = [path for path in files if any(f"{path.parent.name}/{path.name}" in text for text in texts)]
+        beside = [path for path in (file.with_name("test.parquet") for file in self.dev_files) if path not in used]
+        others = [path for path in files if path.name == "test.parquet"]
+        there = named or [path for path in (*beside, *others) if path.is_file()]
+        return tuple(dict.fromkeys(there)) or tuple(beside) or (self.datasets / "test.parquet",)
 
     @property
     def test_file(self) -> Path:
-        return self.dev_file.with_name("test.parquet")
+        return self.test_candidates[0]
 
     @property
     def base_model(self) -> Path:
@@ -143,7 +146,8 @@ class Workspace:
                 f"{self.train_script}: sets neither trainer.total_training_steps nor both trainer.total_epochs and "
                 "data.train_batch_size; add one so that the agent can plan"
             )
-        return epochs * int(pq.read_metadata(self.train_file).num_rows // batch)
+        rows = sum(int(pq.read_metadata(file).num_rows) for file in self.train_files)
+        return epochs * (rows // batch)
 
     @cached_property
     def save_freq(self) -> int:
@@ -166,168 +170,36 @@ class Workspace:
 
     def dev_rows(self) -> dict[str, int]:
         """Dev data source → number of rows."""
-        sources = pq.read_table(self.dev_file, columns=["data_source"]).column("data_source").to_pylist()
-        return {source: sources.count(source) for source in dict.fromkeys(sources)}
+        rows: Counter[str] = Counter()
+        for file in self.dev_files:
+            rows.update(pq.read_table(file, columns=["data_source"]).column("data_source").to_pylist())
+        return dict(rows)
 
     def _script_variables(self) -> dict[str, str]:
         """Scripts derive their root from their own place with a command; the agent knows the answer."""
         return {"ROOT": str(self.root), "WORKSPACE": str(self.root), "SCRIPT_DIR": str(self.scripts)}
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------
+# ---- reads -----------------------------------------------------------------------------------------------------------
 
 
-def check_workspace(workspace: Workspace) -> list[CheckResult]:
-    """All preflight checks; nothing is written. The list is complete: one defect does not hide another."""
-    results = [
-        _check_root(workspace.root),
-        _check_file("training script", workspace.train_script),
-        _check_file("inference script", workspace.inference_script),
-        _check_file("inference program", workspace.scripts / "inference.py"),
-        _check_merger(workspace.verl),
-        _check_file("verl core_algos.py", workspace.core_algos, writable=True),
-        _check_outputs(workspace.outputs),
-        _check_folder("scripts folder", workspace.scripts),
-    ]
-    problems = {result.name for result in results if result.problem}
-    if "training script" not in problems:
-        results += _check_script(workspace)
-    if "verl core_algos.py" not in problems:
-        results.append(_check_overlay(workspace))
-    return results
-
-
-def require_sound(results: list[CheckResult]) -> None:
-    """Raise one PreflightError that lists every problem.
-
-    Raises:
-        PreflightError: at least one check failed.
-    """
-    problems = [f"{result.name}: {result.problem}" for result in results if result.problem]
-    if problems:
-        raise PreflightError("the workspace cannot be used: " + " | ".join(problems) + " — nothing was changed")
-
-
-def _check_file(name: str, path: Path, writable: bool = False) -> CheckResult:
-    if not path.is_file():
-        return CheckResult(name, "missing", f"{path} does not exist; restore it")
-    if not _may(path, os.R_OK | (os.W_OK if writable else 0)):
-        return CheckResult(name, "no permission", f"{path} is not {'writable' if writable else 'readable'}; chmod it")
-    return CheckResult(name, str(path))
-
-
-def _check_folder(name: str, path: Path) -> CheckResult:
-    if not path.is_dir():
-        return CheckResult(name, "missing", f"{path} does not exist; create it")
-    if not _may(path, os.W_OK | os.X_OK):
-        return CheckResult(name, "no permission", f"{path} is not writable; chmod it")
-    return CheckResult(name, str(path))
-
-
-def _check_merger(verl: Path) -> CheckResult:
-    merger = find_merger(verl)
-    if merger is None:
-        problem = f"{verl} has neither scripts/model_merger.py nor verl/model_merger/; restore one"
-        return CheckResult("model merger", "missing", problem)
-    return CheckResult("model merger", " ".join(merger.program))
-
-
-def _check_root(root: Path) -> CheckResult:
-    if "'" in str(root) or "\n" in str(root):
-        return CheckResult(
-            "workspace", str(root), f"{root}: Hydra cannot take a path with an apostrophe; move the workspace"
-        )
-    return CheckResult("workspace", str(root))
-
-
-def _check_outputs(path: Path) -> CheckResult:
-    blocked = [name for name in ("math_results.parquet", "math_results_logits.pt") if (path / name).is_dir()]
-    if blocked:
-        return CheckResult("outputs folder", "blocked", f"{path / blocked[0]} is a folder; remove it")
-    return _check_folder("outputs folder", path)
-
-
-def _may(path: Path, mode: int) -> bool:
-    """os.access, but without root's blanket yes: a file without any write bit is meant not to be written."""
-    bits = path.stat().st_mode
-    if mode & os.W_OK and not bits & 0o222:
-        return False
-    return os.access(path, mode)
-
-
-def _check_script(workspace: Workspace) -> list[CheckResult]:
+def read_text(path: Path) -> str:
+    """A script's text, empty when it cannot be read."""
     try:
-        script = workspace.script
-        steps, save_freq = workspace.total_steps, workspace.save_freq
-    except PreflightError as error:
-        return [CheckResult("training script content", "not understood", str(error))]
-    except (OSError, pa.ArrowException) as error:
-        return [
-            CheckResult("training script content", "no step count", f"{workspace.train_file}: {_first_line(error)}")
-        ]
-    if steps < 1:
-        return [
-            CheckResult(
-                "training schedule", f"{steps} steps", f"{workspace.train_script}: {steps} steps cannot be trained"
-            )
-        ]
-    results = [CheckResult("training schedule", f"{steps} steps, a checkpoint every {save_freq}")]
-    results.append(_check_checkpoint_folder(workspace))
-    if script.overrides.get("algorithm.adv_estimator") != "grpo":
-        value = script.overrides.get("algorithm.adv_estimator")
-        results.append(
-            CheckResult("algorithm", str(value), f"algorithm.adv_estimator={value}; the agent tunes grpo only")
-        )
-    results.append(_check_model(workspace))
-    train, dev = _check_parquet("training data", workspace.train_file), _check_parquet("dev data", workspace.dev_file)
-    results += [train, dev, _check_test(workspace.test_file)]
-    if train.problem is None and dev.problem is None:
-        results.append(_check_answer_types(workspace))
-    return results
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
-def _check_answer_types(workspace: Workspace) -> CheckResult:
-    """Training and dev answers must be of one type, or the reward compares text with numbers."""
-    name = "answer types"
-    train, dev = (_kinds_of_answers(path) for path in (workspace.train_file, workspace.dev_file))
-    if train != dev:
-        return CheckResult(
-            name,
-            "mixed",
-            f"{workspace.dev_file}: ground_truth holds {dev}, the training file {train}; write both as text",
-        )
-    return CheckResult(name, train)
-
-
-def _kinds_of_answers(path: Path) -> str:
-    rewards = pq.read_table(path, columns=["reward_model"]).column("reward_model").to_pylist()
-    return " and ".join(sorted({_kind_of_answer(reward["ground_truth"]) for reward in rewards}))
-
-
-def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
-    """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
-    name = "checkpoint folder"
+def _listed_names(value: str) -> list[str]:
+    """The names in a Hydra value: one, or a list in brackets."""
+    if not value.startswith("["):
+        return [value]
     try:
-        folder = workspace.setting("trainer.default_local_dir")
-    except PreflightError as error:
-        return CheckResult(name, "unknown", str(error))
-    if folder is None or not Path(folder).is_absolute():
-        return CheckResult(name, "in the run's folder")
-    if read_checkpoints(Path(folder)):
-        return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
-    return CheckResult(name, folder)
-
-
-def _check_model(workspace: Workspace) -> CheckResult:
-    try:
-        path = workspace.base_model
-    except PreflightError as error:
-        return CheckResult("base model", "unknown", str(error))
-    if not (path / "config.json").is_file():
-        return CheckResult("base model", "missing", f"{path}/config.json does not exist; put the base model there")
-    if find_vocabulary(path) is None:
-        return CheckResult("base model", "no vocab_size", f"{path}/config.json is not JSON or names no vocab_size")
-    return CheckResult("base model", str(path))
+        names = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return [value]
+    return [str(name) for name in names] if isinstance(names, list) and names else [value]
 
 
 def find_vocabulary(model: Path) -> int | None:
@@ -338,61 +210,6 @@ def find_vocabulary(model: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return size if isinstance(size, int) else None
-
-
-def _check_parquet(name: str, path: Path) -> CheckResult:
-    """Schema and rows of a file in verl's format."""
-    table, problem = _read_table(path)
-    if table is None:
-        return CheckResult(name, "unreadable", problem)
-    missing = {"data_source", "prompt", "reward_model"} - set(table.column_names)
-    if missing:
-        return CheckResult(name, "wrong schema", f"{path}: columns {sorted(missing)} are missing; write verl's schema")
-    if table.num_rows == 0:
-        return CheckResult(name, "empty", f"{path} has no rows")
-    for row, record in enumerate(table.select(["data_source", "prompt", "reward_model"]).to_pylist()):
-        complaint = _row_problem(record)
-        if complaint:
-            return CheckResult(name, "bad row", f"{path} row {row}: {complaint}")
-    kinds = _kinds_of_answers(path)
-    if " and " in kinds:
-        return CheckResult(name, "mixed answers", f"{path}: ground_truth mixes {kinds}; write every answer as text")
-    sources = dict.fromkeys(table.column("data_source").to_pylist())
-    return CheckResult(name, f"{table.num_rows} rows from {', '.join(map(str, sources))}")
-
-
-def _row_problem(record: dict[str, Any]) -> str | None:
-    if not record["data_source"]:
-        return "data_source is empty; the reward function is chosen by it"
-    messages = record["prompt"]
-    if not messages or not all(isinstance(m, dict) and m.get("content") for m in messages):
-        return f"prompt is not a list of messages with content (value: {str(messages)[:80]!r})"
-    reward = record["reward_model"]
-    if not isinstance(reward, dict) or reward.get("ground_truth") in (None, ""):
-        return f"reward_model has no ground_truth (value: {str(reward)[:80]!r})"
-    return None
-
-
-def _kind_of_answer(answer: Any) -> str:
-    """What kind of value an answer is, in words."""
-    if isinstance(answer, bool):
-        return "booleans"
-    if isinstance(answer, (int, float)):
-        return "numbers"
-    return "lists" if isinstance(answer, list) else "text" if isinstance(answer, str) else type(answer).__name__
-
-
-def _check_test(path: Path) -> CheckResult:
-    table, problem = _read_table(path)
-    if table is None:
-        return CheckResult("test data", "unreadable", problem)
-    if "prompt" not in table.column_names or table.num_rows == 0:
-        return CheckResult("test data", "wrong schema", f"{path}: needs a prompt column and at least one row")
-    try:
-        read_sample_ids(path)
-    except PreflightError as error:
-        return CheckResult("test data", "bad ids", str(error))
-    return CheckResult("test data", f"{table.num_rows} rows")
 
 
 def read_sample_ids(path: Path) -> list[int]:
@@ -410,29 +227,6 @@ def read_sample_ids(path: Path) -> list[int]:
         seen = f"value {wrong!r}" if wrong is not None else "a repeated id"
         raise PreflightError(f"{path}: sample_id must hold unique integers, found {seen}")
     return [int(value) for value in ids]
-
-
-def _read_table(path: Path) -> tuple[pa.Table | None, str]:
-    if not path.is_file():
-        return None, f"{path} does not exist; restore it"
-    try:
-        return pq.read_table(path), ""
-    except (pa.ArrowException, OSError, ValueError) as error:
-        return None, f"{path} is not a readable parquet file ({_first_line(error)}); write it again"
-
-
-def _check_overlay(workspace: Workspace) -> CheckResult:
-    try:
-        if install.is_installed(workspace.core_algos):
-            return CheckResult("overlay", "installed by an earlier run")
-        install.require_supported(workspace.core_algos)
-    except install.OverlayError as error:
-        return CheckResult("overlay", "refused", str(error))
-    return CheckResult("overlay", "can be installed")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # ---- proof of what changed --------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_no_dead_local_links_or_paths(page: Path) -> None:
 
 def test_every_command_of_the_readme_is_understood() -> None:
     verbs = set(re.findall(r"python run_agent\.py (\w+)", PAGES[0].read_text()))
-    assert verbs == {"resume", "export", "status", "report"}
+    assert verbs == {"doctor", "init", "resume", "export", "status", "report"}
     for verb in ("run", *verbs):
         result = subprocess.run(
             [sys.executable, "run_agent.py", verb, "--help"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -97,22 +97,22 @@ class _WithSlopes(torch.autograd.Function):
         return gradients[0] * slopes, None, None
 
 
-def top_positions(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
-    """Flat positions of the ``count`` largest ``values`` in ``group``; equal ones as torch's ``topk`` takes them.
+def top_positions(values: torch.Tensor, excluded: torch.Tensor, count: int) -> torch.Tensor:
+    """Flat positions of the ``count`` largest ``values``, excluded ones last; equal ones as torch's ``topk`` takes them.
 
     Args:
         values: (B, T).
-        group: (B, T) bool with at least ``count`` positions, unless that is fewer than all.
+        excluded: (B, T) bool.
         count: of positions.
     """
-    keys = values.masked_fill(~group, -math.inf).flatten()
+    keys = values.masked_fill(excluded, -math.inf).flatten()
     return torch.topk(keys, min(count, keys.numel()), sorted=False).indices
 
 
 def select_top(values: torch.Tensor, group: torch.Tensor, count: int) -> torch.Tensor:
-    """The same as a (B, T) bool, a subset of ``group``, which may have fewer than ``count`` positions."""
+    """The ``count`` largest ``values`` in ``group``, or all of a smaller group; (B, T) bool."""
     selected = torch.zeros_like(group)
-    selected.view(-1)[top_positions(values, group, count)] = True
+    selected.view(-1)[top_positions(values, ~group, count)] = True
     return selected & group
 
 
@@ -161,9 +161,10 @@ def centred_confidence(tokens: Tokens, share: float) -> torch.Tensor:
     lengths = tokens.mask.sum(dim=-1, keepdim=True)
     counts = torch.ceil(lengths.double() * share - 1e-9).long()
     most = math.ceil(tokens.mask.shape[-1] * share - 1e-9)
-    # every row gives its `most` lowest: what a short response lacks is filled up with masked positions of probability 0
-    filling = outside & (torch.cumsum(outside, dim=-1) <= most - counts)
-    keys = tokens.old.masked_fill(outside, math.inf).masked_fill_(filling, -math.inf)
+    # every row gives its `most` lowest: what a short response lacks is filled up with columns of probability 0
+    is_filling = torch.arange(most, device=outside.device) < most - counts
+    filling = torch.where(is_filling, -math.inf, math.inf).to(tokens.old.dtype)
+    keys = torch.cat([tokens.old.masked_fill(outside, math.inf), filling], dim=-1)
     lowest = torch.topk(keys, most, dim=-1, largest=False, sorted=False).values.exp_().sum(dim=-1, keepdim=True)
     confidence = lowest / counts.clamp(min=1)
     filled = (lengths > 0).to(confidence.dtype)
@@ -281,11 +282,11 @@ def surprising_weights(
     """
     surprisal = -tokens.new
     weights = torch.ones_like(surprisal)
-    groups = ((tokens.advantages > 0, signs[0], amplify), (tokens.advantages < 0, signs[1], damp))
-    for group, size, weight in groups:
+    groups = ((tokens.advantages <= 0, signs[0], amplify), (tokens.advantages >= 0, signs[1], damp))
+    for others, size, weight in groups:
         if weight != 1.0 and size > 0:
             count = max(1, math.ceil(fraction * size - 1e-9))
-            weights.view(-1)[top_positions(surprisal, group, count)] = weight
+            weights.view(-1)[top_positions(surprisal, others, count)] = weight
     return weights
 
 
@@ -327,9 +328,10 @@ def opefo_weights(tokens: Tokens, limit: float) -> torch.Tensor:
 def high_entropy_weights(tokens: Tokens, share: float) -> torch.Tensor:
     """80/20, arXiv 2506.01939, by surprisal: ``N / k`` on the k = ``ceil(share N)`` most surprising tokens, else 0."""
     count = max(1, math.ceil(share * tokens.count - 1e-9))
+    outside = ~tokens.mask
     weights = torch.zeros_like(tokens.new)
-    weights.view(-1)[top_positions(-tokens.new, tokens.mask, count)] = tokens.count / count
-    return weights.masked_fill_(~tokens.mask, 0.0)
+    weights.view(-1)[top_positions(-tokens.new, outside, count)] = tokens.count / count
+    return weights.masked_fill_(outside, 0.0)
 
 
 # ---- extra terms ----

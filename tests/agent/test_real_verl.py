@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agent.doctor import check_workspace
 from agent.ledger import Ledger, fold
 from agent.merging import merge_checkpoint
 from agent.objective import EntropyBand, score_validation
 from agent.submission import publish, run_inference, run_logged, validate_submission
-from agent.workspace import Workspace, changed_files, check_workspace, forbidden_changes, read_manifest
+from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
 from trials.guard import RUN_TAG

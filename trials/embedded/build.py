@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,13 +27,21 @@ def build_workspace(target: Path) -> Path:
 
     Refuses a target that exists and is not an empty folder (FileExistsError).
     """
+    return build_folder(target, _fill)
+
+
+def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
+    """Create a folder, completely or not at all, and return its absolute path.
+
+    Refuses a target that exists and is not an empty folder (FileExistsError); when ``fill`` fails, nothing is left.
+    """
     target = target.absolute()
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise FileExistsError(f"{target} exists and is not an empty folder; choose another for the workspace")
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _fill(unfinished)
+        fill(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's folders are private
         os.rename(unfinished, target)  # replaces an empty folder
     except BaseException:
@@ -42,7 +51,7 @@ def build_workspace(target: Path) -> Path:
 
 
 def _fill(root: Path) -> None:
-    _copy_repository(root / "task" / "repositories" / "verl")
+    copy_verl(_installed_verl(), root / "task" / "repositories" / "verl")
     _copy_scripts(root / "task" / "scripts")
     datasets = root / "data" / "datasets" / DATASET
     datasets.mkdir(parents=True)
@@ -51,10 +60,10 @@ def _fill(root: Path) -> None:
     (root / "data" / "outputs").mkdir()
 
 
-def _copy_repository(repository: Path) -> None:
-    """The installed verl package and the merger script, laid out like verl's git repository."""
+def copy_verl(package: Path, repository: Path) -> None:
+    """A verl package and a merger script that calls its merger, laid out like verl's git repository."""
     no_caches = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(_installed_verl(), repository / "verl", ignore=no_caches)
+    shutil.copytree(package, repository / "verl", ignore=no_caches)
     (repository / "scripts").mkdir()
     shutil.copy(HERE / "model_merger.py", repository / "scripts")
 

@@ -97,9 +97,9 @@ def chain_sum_problem(question: str, expression: str) -> Problem | None:
     return Problem(CHAIN_SUM, question, values, operators)
 
 
-def demonstration(problem: Problem, rng: random.Random) -> str:
+def demonstration(problem: Problem, rng: random.Random, demonstrators: Sequence[Demonstrator] = DEMONSTRATORS) -> str:
     """One demonstrator's response: its steps, right or wrong, then the boxed answer."""
-    demonstrator = rng.choices(DEMONSTRATORS, [each.share for each in DEMONSTRATORS])[0]
+    demonstrator = rng.choices(demonstrators, [each.share for each in demonstrators])[0]
     value, text = problem.values[0], ""
     for operator, operand in zip(problem.operators, problem.values[1:], strict=True):
         result = _demonstrated_value(demonstrator, problem.source, operator, value, operand, rng)

@@ -1,0 +1,271 @@
+"""What train.sh says, as `trials/script.py` parses it: can it be planned with, and does it fit data, model and verl?"""
+
+import ast
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agent.batches import BATCH_DEFAULTS, BATCH_SETTINGS, DYNAMIC, batch_problems
+from agent.checks import CheckResult, first_line, warning
+from agent.dataset import read_prompts
+from agent.errors import PreflightError
+from agent.model_files import read_context
+from agent.packages import find_package_version
+from agent.token_counts import count_tokens_of
+from agent.workspace import Workspace, read_text
+from trials.checkpoints import read_checkpoints
+
+_Value = TypeVar("_Value")
+
+
+def known(read: Callable[[], _Value]) -> _Value | None:
+    """The value, None where it cannot be known; the check of the settings says why."""
+    try:
+        return read()
+    except (PreflightError, OSError, ValueError, pa.ArrowException):
+        return None
+
+
+def number(workspace: Workspace, key: str) -> int | None:
+    """A setting of train.sh as an integer, None where it is not set or cannot be known."""
+    return known(lambda: workspace.setting_int(key))
+
+
+def check_script(workspace: Workspace) -> list[CheckResult]:
+    """What can be said from train.sh alone."""
+    try:
+        overrides = workspace.script.overrides
+    except PreflightError as error:
+        return [CheckResult("training script content", "not understood", str(error))]
+    return [
+        _check_settings(workspace),
+        *_check_schedule(workspace),
+        _check_checkpoint_folder(workspace),
+        _check_algorithm(overrides.get("algorithm.adv_estimator")),
+        _check_logger(workspace),
+        _check_batches(workspace),
+        _check_dev_settings(workspace),
+    ]
+
+
+def _check_algorithm(estimator: str | None) -> CheckResult:
+    if estimator != "grpo":
+        problem = f"algorithm.adv_estimator={estimator}; the agent tunes grpo only"
+        return CheckResult("algorithm", str(estimator), problem)
+    return CheckResult("algorithm", "grpo")
+
+
+_NUMBERS = (
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+)
+_PATHS = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
+
+
+def _check_settings(workspace: Workspace) -> CheckResult:
+    """Every value that the agent plans with can be read, and no path depends on the current folder."""
+    name, problems = "settings", []
+    for key in (*_NUMBERS, *_PATHS, "trainer.device", "trainer.logger"):
+        try:
+            value = workspace.setting_int(key) if key in _NUMBERS else workspace.setting(key)
+        except PreflightError as error:
+            problems.append(str(error))
+            continue
+        if key in _PATHS and isinstance(value, str) and not value.startswith(("/", "[")):
+            problems.append(
+                f"{workspace.train_script}: {key}={value} is not an absolute path; trials run in folders of their own"
+            )
+    if problems:
+        return CheckResult(name, f"{len(problems)} cannot be used", "; ".join(problems))
+    return CheckResult(name, "all understood")
+
+
+def _check_schedule(workspace: Workspace) -> list[CheckResult]:
+    name, results = "training schedule", []
+    try:
+        steps = workspace.total_steps
+        if steps < 1:
+            problem = f"{workspace.train_script}: {steps} steps cannot be trained"
+            results.append(CheckResult(name, f"{steps} steps", problem))
+        else:
+            results.append(CheckResult(name, f"{steps} steps"))
+    except PreflightError as error:
+        results.append(CheckResult(name, "unknown", str(error)))
+    except (OSError, pa.ArrowException) as error:
+        results.append(
+            CheckResult(name, "unknown", f"rows of the training data cannot be counted: {first_line(error)}")
+        )
+    try:
+        results.append(CheckResult("checkpoint schedule", f"one every {workspace.save_freq} steps"))
+    except PreflightError as error:
+        results.append(CheckResult("checkpoint schedule", "none", str(error)))
+    return results
+
+
+def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
+    """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
+    name = "checkpoint folder"
+    try:
+        folder = workspace.setting("trainer.default_local_dir")
+    except PreflightError as error:
+        return CheckResult(name, "unknown", str(error))
+    if folder is None or not Path(folder).is_absolute():
+        return CheckResult(name, "in the run's folder")
+    if read_checkpoints(Path(folder)):
+        return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
+    return CheckResult(name, folder)
+
+
+def _check_logger(workspace: Workspace) -> CheckResult:
+    loggers = known(lambda: workspace.setting("trainer.logger"))
+    if loggers is not None and "console" not in loggers:
+        problem = f"{workspace.train_script}: trainer.logger={loggers} writes no log that the agent reads; add console"
+        return CheckResult("logger", loggers, problem)
+    return CheckResult("logger", loggers or "verl's default")
+
+
+def _check_batches(workspace: Workspace) -> CheckResult:
+    """On the CPU plugin and with verl's defaults, one process stands for one GPU."""
+    settings = {key: number(workspace, key) for key in BATCH_SETTINGS}
+    settings[DYNAMIC] = known(lambda: workspace.setting(DYNAMIC)) in ("True", "true")
+    train, gpus = settings["data.train_batch_size"], _count_ranks(workspace)
+    if train is None or gpus is None:
+        return CheckResult("batch sizes", "not set by train.sh")
+    problems = batch_problems(settings, gpus)
+    rows = sum(_count_rows(file) or 0 for file in workspace.train_files)
+    if 0 < rows < train:
+        problems.append(f"the {rows} training rows do not fill one batch of {train}")
+    found = f"{train} prompts a step on {gpus} ranks"
+    if problems:
+        return CheckResult("batch sizes", found, f"{workspace.train_script}: {'; '.join(problems)}")
+    return CheckResult("batch sizes", found)
+
+
+def _count_ranks(workspace: Workspace) -> int | None:
+    """GPUs of one trial (processes where the CPU trains); None when the CPU trains and train.sh does not say."""
+    each = number(workspace, "trainer.n_gpus_per_node")
+    if each is None:
+        if known(lambda: workspace.setting("trainer.device")) == "cpu":
+            return None
+        each = BATCH_DEFAULTS["trainer.n_gpus_per_node"]
+    return max(1, each * (number(workspace, "trainer.nnodes") or 1))
+
+
+def _count_rows(file: Path) -> int | None:
+    return known(lambda: int(pq.read_metadata(file).num_rows))
+
+
+def _check_dev_settings(workspace: Workspace) -> CheckResult:
+    """Every dev row must be scored: the agent weighs data sources by their rows."""
+    name = "dev coverage"
+    most = known(lambda: workspace.setting_int("data.val_max_samples"))
+    rows = sum(_count_rows(file) or 0 for file in workspace.dev_files)
+    if most is not None and 0 <= most < rows:
+        problem = f"{workspace.train_script}: data.val_max_samples={most} scores a part of {rows} rows; remove it"
+        return CheckResult(name, f"{most} of {rows} rows", problem)
+    return CheckResult(name, f"all {rows} rows")
+
+
+# ---- train.sh against data, model and verl --------------------------------------------------------------------------
+
+
+def check_prompt_length(workspace: Workspace, training_env: Path | None) -> CheckResult:
+    """Every dev prompt must fit, or it stops verl, is cut, or (with filter_overlong_prompts) is not scored."""
+    name = "prompt length"
+    limit = number(workspace, "data.max_prompt_length")
+    if limit is None:
+        return CheckResult(name, "data.max_prompt_length unknown")
+    doubtful = [text for text in read_prompts(workspace.dev_files) if len(text.encode()) > limit]
+    found = f"at most {limit} tokens"
+    if not doubtful:
+        return CheckResult(name, f"{found}; no dev prompt has more bytes than that")
+    model = known(lambda: workspace.base_model)
+    counts = count_tokens_of(doubtful, model, training_env) if model else None
+    if counts is None:
+        return CheckResult(
+            name, f"{found}; {len(doubtful)} dev prompts may have more (their tokens cannot be counted here)"
+        )
+    found += f"; the longest dev prompt has {max(counts)} without its chat template"
+    over = sum(count > limit for count in counts)
+    if over:
+        filtered = known(lambda: workspace.setting("data.filter_overlong_prompts")) in ("True", "true")
+        effect = "would not be scored" if filtered else "stop verl or are cut"
+        problem = f"{over} dev prompts are longer than {limit} tokens and {effect}; raise data.max_prompt_length"
+        return CheckResult(name, found, problem)
+    return CheckResult(name, found)
+
+
+def check_context(workspace: Workspace, model: Path) -> CheckResult:
+    """Prompt and response must fit the model's positions, or vLLM refuses to start."""
+    name = "context length"
+    context = read_context(model)
+    lengths = [number(workspace, f"data.max_{part}_length") for part in ("prompt", "response")]
+    prompt, response = lengths
+    found = f"model {context or 'unknown'}, prompt {prompt or 'unknown'} + response {response or 'unknown'}"
+    if context and prompt and response and prompt + response > context:
+        problem = f"{workspace.train_script}: the lengths sum to {prompt + response} tokens, the model holds {context}"
+        return CheckResult(name, found, problem)
+    return CheckResult(name, found)
+
+
+def check_reward(workspace: Workspace, sources: Iterable[str], training_env: Path | None) -> CheckResult:
+    """Without a reward function of the script, verl chooses one by data source and raises for names it does not know."""
+    name = "reward"
+    overrides = known(lambda: workspace.script.overrides) or {}
+    own = [value for key, value in overrides.items() if key.endswith("custom_reward_function.path") and value != "null"]
+    if own:
+        path = known(lambda: workspace.setting(next(key for key in overrides if key.endswith("reward_function.path"))))
+        if path is not None and Path(path).is_absolute() and not Path(path).is_file():
+            return CheckResult(name, path, f"{path} does not exist; restore the reward function")
+        if path and "math_verify" in read_text(Path(path)) and not find_package_version("math-verify", training_env):
+            problem = (
+                f"{path} needs math-verify, which was not found in the training environment; pip install math-verify"
+            )
+            return warning(name, path, problem)
+        return CheckResult(name, path or own[0])
+    if any("reward_manager" in key or "reward_model.enable" in key for key in overrides):
+        return CheckResult(name, "chosen by train.sh")
+    rewarded = read_reward_sources(workspace.verl / "verl")
+    if not rewarded:
+        return CheckResult(name, "verl's own, data sources unknown")
+    strange = [source for source in sources if not is_known_source(source, rewarded)]
+    if strange:
+        file = workspace.verl / "verl" / _REWARDS
+        problem = (
+            f"{file} names no reward for {', '.join(map(repr, strange))}; set custom_reward_function.path in train.sh"
+        )
+        return warning(name, "verl's own, by data source", problem)
+    return CheckResult(name, "verl's own, by data source")
+
+
+_REWARDS = Path("utils/reward_score/__init__.py")
+
+
+def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
+    """Whether a data source is among those of `read_reward_sources`."""
+    return any(source == name or (is_beginning and source.startswith(name)) for name, is_beginning in known)
+
+
+def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
+    """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
+    try:
+        tree = ast.parse((package / _REWARDS).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name) and node.left.id == "data_source":
+            names = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            found |= {(name, False) for name in names if isinstance(name, str)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "data_source.startswith":
+            names = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            found |= {(name, True) for name in names if isinstance(name, str)}
+    return found
