@@ -183,7 +183,7 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
     "no inference.sh": (remove("task/scripts/inference.sh"), "inference script", "failed", "does not exist"),
     "no inference.py": (remove("task/scripts/inference.py"), "inference program", "failed", "does not exist"),
     "no merger": (remove(VERL / "scripts/model_merger.py"), "model merger", "failed", "has neither"),
-    "merger is a module": (merger_module, "model merger", "ok", "python -m verl.model_merger"),
+    "merger is a module": (merger_module, "model merger", "ok", "python3 -m verl.model_merger"),
     "merger of another kind": (
         lambda w: (w / VERL / "scripts/model_merger.py").write_text("print(1)"),
         "model merger",
