@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -150,9 +151,22 @@ def find_slots(ask: Ask, at_most: int | None) -> Slots:
             time.sleep(0.5)
 
 
-def is_node_alive(node_id: str) -> bool:
-    """Whether the Ray that is connected still has the node."""
-    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+def is_node_lost(node_id: str | None) -> bool:
+    """Whether a node is gone; None asks whether any is.
+
+    Ray itself takes a quarter of a minute to see it, and tells of a lost node in the same words as of a killed worker; so
+    the node's own port is asked.
+    """
+    nodes = [node for node in ray.nodes() if node_id in (None, node["NodeID"])]
+    return not nodes or not all(node["Alive"] and _answers(node) for node in nodes)
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def sweep_nodes(engine: Engine, tag: str, scratch: Sequence[Path]) -> None:

@@ -18,11 +18,10 @@ import optuna
 from optuna.distributions import distribution_to_json, json_to_distribution
 from optuna.trial import TrialState as OptunaState
 from ray import tune
-from ray.exceptions import ActorUnavailableError
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
-from agent.cluster import Engine, driver_environment, find_slots, is_node_alive
+from agent.cluster import Engine, driver_environment, find_slots, is_node_lost
 from agent.errors import AgentError, StageError
 from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST, standard_error
@@ -427,10 +426,9 @@ class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         place = read_place(TrialSpec(**trial.config["spec"]).attempt_folder)
-        is_gone = place is not None and not is_node_alive(place.node_id)
-        if is_gone or isinstance(trial.get_pickled_error(), ActorUnavailableError):
-            where = f"{place.host} ({place.node_id[:6]})" if place else "an unknown node"
-            self._lost_workers[trial.trial_id] = f"the connection to its worker on {where} was lost"
+        if is_node_lost(place.node_id if place else None):
+            where = f"{place.host} ({place.node_id[:6]})" if place else "its node"
+            self._lost_workers[trial.trial_id] = f"the connection to its worker was lost together with {where}"
         self._trial_info.pop(trial.trial_id, None)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
