@@ -152,13 +152,15 @@ def find_slots(ask: Ask, at_most: int | None) -> Slots:
 
 
 def is_node_lost(node_id: str | None) -> bool:
-    """Whether a node is gone; None asks whether any is.
+    """Whether a node is gone; None asks whether any of those is that Ray takes for living.
 
     Ray itself takes a quarter of a minute to see it, and tells of a lost node in the same words as of a killed worker; so
     the node's own port is asked.
     """
-    nodes = [node for node in ray.nodes() if node_id in (None, node["NodeID"])]
-    return not nodes or not all(node["Alive"] and _answers(node) for node in nodes)
+    living = [node for node in ray.nodes() if node["Alive"]]
+    if node_id is None:
+        return not all(_answers(node) for node in living)
+    return not any(node["NodeID"] == node_id and _answers(node) for node in living)
 
 
 def _answers(node: dict[str, Any]) -> bool:
