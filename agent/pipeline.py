@@ -26,7 +26,7 @@ from agent.objective import judge, score_validation
 from agent.promotion import CheckpointChoice, choose_checkpoint, choose_promotion, rank_proxies
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
-from agent.slots import BATCH_SETTINGS, DYNAMIC, Ask, plan_ask, proxy_overrides, require_open_devices
+from agent.slots import BATCH_SETTINGS, Ask, plan_ask, proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
     is_published,
@@ -263,9 +263,7 @@ class Pipeline:
     def _proxy_overrides(self) -> dict[str, int]:
         if not self.ask.is_proxy:
             return {}
-        settings = {key: self.workspace.setting_int(key) for key in BATCH_SETTINGS}
-        settings[DYNAMIC] = (self.workspace.setting(DYNAMIC) or "").lower() == "true"
-        return proxy_overrides(settings, self.ask)
+        return proxy_overrides({key: self.workspace.setting(key) for key in BATCH_SETTINGS}, self.ask)
 
     @property
     def _cpu_trains(self) -> bool:

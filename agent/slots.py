@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.errors import PreflightError
+from trials.batching import batch_problems
 
 BATCH_DEFAULTS: Mapping[str, int] = {
     "trainer.nnodes": 1,
@@ -20,9 +21,8 @@ BATCH_DEFAULTS: Mapping[str, int] = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
 }
-"""What verl takes for a setting that train.sh does not give, in all versions."""
+"""What verl takes for a setting that train.sh does not give, in every version from 0.3 to 0.9."""
 
-MICRO_PER_GPU = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 MICRO_TOTALS = (
     "actor_rollout_ref.actor.ppo_micro_batch_size",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size",
@@ -30,10 +30,17 @@ MICRO_TOTALS = (
 )
 """Micro-batches summed over the GPUs, which older scripts give in place of those per GPU."""
 
-BATCH_SETTINGS = (*BATCH_DEFAULTS, MICRO_PER_GPU, *MICRO_TOTALS)
-
-DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz"
-"""When true (1 in the settings here), verl cuts micro-batches by tokens and takes their sizes for nothing."""
+BATCH_SETTINGS = (
+    *BATCH_DEFAULTS,
+    *MICRO_TOTALS,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.use_dynamic_bsz",
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+    "actor_rollout_ref.actor.megatron.context_parallel_size",
+)
+"""What decides whether verl can train on a number of GPUs."""
 
 _DEVICES = re.compile(r"(?:^|[\s;&])(?:export\s+)?CUDA_VISIBLE_DEVICES=(?!\"?\$\{?CUDA_VISIBLE_DEVICES\b)", re.M)
 
@@ -85,7 +92,7 @@ def plan_ask(settings: Mapping[str, int | None], gpus_per_trial: int | None, tra
     """What a trial reserves.
 
     Args:
-        settings: the values of `BATCH_SETTINGS` and `DYNAMIC` in train.sh; None where it does not give one.
+        settings: trainer.nnodes and trainer.n_gpus_per_node of train.sh; None where it does not give one.
         gpus_per_trial: as configured; None is what train.sh asks.
         trains_on_cpu: train.sh says trainer.device=cpu.
 
@@ -112,8 +119,12 @@ def plan_ask(settings: Mapping[str, int | None], gpus_per_trial: int | None, tra
     return Ask(gpus_per_trial or exact, exact)
 
 
-def proxy_overrides(settings: Mapping[str, int | None], ask: Ask) -> dict[str, int]:
+def proxy_overrides(settings: Mapping[str, str | None], ask: Ask) -> dict[str, int]:
     """What differs in a proxy's script: the number of GPUs, and micro-batches so that each GPU does the same work.
+
+    Args:
+        settings: the values of `BATCH_SETTINGS` in train.sh; None where it does not give one.
+        ask: what a trial reserves.
 
     Raises:
         PreflightError: verl cannot train these batches on so many GPUs; every reason is named.
@@ -123,57 +134,15 @@ def proxy_overrides(settings: Mapping[str, int | None], ask: Ask) -> dict[str, i
     overrides = {"trainer.n_gpus_per_node": ask.gpus}
     for key in MICRO_TOTALS:
         total = settings.get(key)
-        if total is not None and total * ask.gpus % ask.exact_gpus == 0:
-            overrides[key] = total * ask.gpus // ask.exact_gpus
-    problems = batch_problems({**settings, **overrides}, ask.gpus)
+        if total is not None and total.isdigit() and int(total) * ask.gpus % ask.exact_gpus == 0:
+            overrides[key] = int(total) * ask.gpus // ask.exact_gpus
+    given = {key: value for key, value in settings.items() if value is not None}
+    problems = batch_problems({**BATCH_DEFAULTS, **given, **overrides})
     if problems:
         raise PreflightError(
             f"search.gpus_per_trial={ask.gpus} does not fit train.sh: {'; '.join(problems)}; choose another number of GPUs"
         )
     return overrides
-
-
-def batch_problems(settings: Mapping[str, int | None], gpus: int) -> list[str]:
-    """Why verl could not train with these batches on so many GPUs of one node; [] when it can.
-
-    `settings` as for `plan_ask`. The rules are those of verl's own checks and of the divisions in its workers (FSDP).
-    """
-    tensor = _given(settings, "actor_rollout_ref.rollout.tensor_model_parallel_size")
-    sequence = _given(settings, "actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    problems = [
-        f"{name} {size} does not divide {gpus} GPUs"
-        for name, size in (("tensor_model_parallel_size", tensor), ("ulysses_sequence_parallel_size", sequence))
-        if size < 1 or gpus % size
-    ]
-    if problems:
-        return problems
-    responses = _given(settings, "actor_rollout_ref.rollout.n")
-    batch, mini = (
-        _given(settings, "data.train_batch_size"), _given(settings, "actor_rollout_ref.actor.ppo_mini_batch_size")
-    )  # fmt: skip
-    if batch * responses % gpus:
-        problems.append(f"train_batch_size {batch} × n {responses} is not a multiple of {gpus} GPUs")
-    if mini > batch:
-        problems.append(f"ppo_mini_batch_size {mini} is more than train_batch_size {batch}")
-    ranks = gpus // sequence
-    if mini * responses % ranks:
-        return [
-            *problems,
-            f"ppo_mini_batch_size {mini} × n {responses} is not a multiple of {ranks} data-parallel ranks",
-        ]
-    mini_per_rank = mini * responses // ranks
-    if settings.get(DYNAMIC):
-        return problems
-    micro, total = settings.get(MICRO_PER_GPU), settings.get(MICRO_TOTALS[0])
-    if micro is None and total is not None:
-        if total < 1 or mini % total or total * sequence < gpus:
-            problems.append(
-                f"ppo_micro_batch_size {total} must divide ppo_mini_batch_size {mini} and be at least {ranks}"
-            )
-        micro = total // ranks
-    if micro is not None and (micro < 1 or mini_per_rank % micro):
-        problems.append(f"a micro-batch of {micro} per GPU does not divide the mini-batch of {mini_per_rank} per GPU")
-    return problems
 
 
 def require_open_devices(script: str) -> None:

@@ -192,7 +192,7 @@ def stage_name(state: RunState, alive: bool, stage: str = "") -> str:
     if stage:
         return f"stage {stage}"
     kinds = {trial.kind for trial in state.trials.values() if trial.outcome is None}
-    current = next((kind for kind in ("full", "search", "baseline") if kind in kinds), None)
+    current = next((kind for kind in ("full", "remeasure", "search", "baseline") if kind in kinds), None)
     if current is not None:
         name = "full_run" if current == "full" else current
         return f"stage {name}" if alive else f"interrupted in stage {name}"

@@ -51,7 +51,8 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, *settings: str, verb: str = "run", **behaviour: object) -> subprocess.Popen[str]:
     words = [word for setting in settings for word in ("--set", setting)]
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "run_agent.py"), verb, *words], cwd=folder, env=agent_environment(**behaviour),
+        [sys.executable, str(ROOT / "run_agent.py"), verb, *words], cwd=folder,
+        env={**agent_environment(**behaviour), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -224,6 +225,14 @@ def test_a_killed_driver_leaves_nothing_and_the_run_goes_on(cluster: Cluster, fo
     state = read_state(folder)
     assert [trial.attempts for trial in state.search_trials].count(2) >= 1 and len(state.search_trials) == 3
     assert all(trial.outcome in ("completed", "stopped") for trial in state.trials.values())
+
+
+def test_a_machine_without_the_gpus_is_told_so(folder: Path) -> None:
+    """Also without a cluster: the run's own Ray counts what CUDA_VISIBLE_DEVICES leaves."""
+    code, output = finish(start(folder))
+    assert code == 3 and "a trial asks 8 GPUs on one node, but none is that large" in output and "has 0 GPUs" in output
+    code, output = finish(start(folder, "search.gpus_per_trial=3", verb="run"))
+    assert code == 3 and "search.gpus_per_trial=3 does not fit train.sh" in output, output
 
 
 def test_no_cluster_at_the_address(folder: Path) -> None:
