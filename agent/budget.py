@@ -39,6 +39,7 @@ def plan_budget(
     total_steps: int,
     inference_limit_s: float,
     concurrent: int,
+    remeasure_s: float = 0.0,
 ) -> BudgetPlan:
     """Take full run and submission off the top of the remaining time; the rest belongs to the search.
 
@@ -51,13 +52,14 @@ def plan_budget(
         total_steps: steps of the full run.
         inference_limit_s: limit of one inference.
         concurrent: trials that run side by side; each of them spends training time.
+        remeasure_s: time of the exact trials that follow a search with proxies.
     """
     full_run_s = 1.15 * (measured.start_up_s + total_steps * measured.step_s)
     submission_s = 2.0 * inference_limit_s
     wall_s = max(0.0, total_s - elapsed_s - submission_s)
     training_s = max(0.0, training_limit_s - training_done_s)
     fits = min(wall_s, training_s) > full_run_s
-    reserved_s = full_run_s if fits else 0.0
+    reserved_s = (full_run_s if fits else 0.0) + remeasure_s
     search_ends_s = min(wall_s - reserved_s, (training_s - reserved_s) / concurrent)
     reason = (
         f"{measured.start_up_s:.0f} s start-up, {measured.step_s:.2f} s per step; {wall_s:.0f} s of wall clock "

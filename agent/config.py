@@ -45,8 +45,13 @@ class SearchConfig(_Section):
 
     trials: StrictInt = Field(8, ge=1)
     """Search trials, presets included, baseline not."""
-    concurrent: StrictInt = Field(2, ge=1)
-    """Trials that run side by side; each is one run of train.sh."""
+    concurrent: StrictInt | None = Field(None, ge=1)
+    """Most trials that run side by side; by default as many as the GPUs hold, and 2 where the CPU trains."""
+    gpus_per_trial: StrictInt | None = Field(None, ge=1)
+    """GPUs of one trial; by default what train.sh asks. With fewer, cheaper *proxies* run side by side, and the best of
+    them are measured again with train.sh's number before one is promoted."""
+    remeasured_proxies: StrictInt = Field(2, ge=1)
+    """So many of the best proxies are measured again."""
     space: str = "overlay"
     """Name of a shipped search space or path of a YAML file."""
     first_rung_steps: StrictInt | None = Field(None, ge=1)
@@ -102,6 +107,8 @@ class AgentConfig(_Section):
     """Folder of run folders."""
     seed: StrictInt = Field(0, ge=0, lt=2**31)
     """Seed of the sampler."""
+    ray_address: str | None = Field(None, pattern=r"^(auto|[^:/\s]+:\d+)$")
+    """`host:port` of a running Ray cluster (or `auto`) that shares this filesystem; by default a Ray of the run's own."""
     training_env: Path | None = None
     """Prefix of the Python environment that runs verl (a venv or conda prefix); by default the agent's own."""
     budget: BudgetConfig = BudgetConfig()
@@ -129,8 +136,10 @@ class AgentConfig(_Section):
         return shipped if shipped.is_file() else Path(self.search.space).expanduser().resolve()
 
 
-_MAY_CHANGE = {"runs", "search.trials", "search.concurrent", "budget.total_hours", "budget.training_hours"}
-"""A resumed run may get more trials, other slots or more hours."""
+_MAY_CHANGE = {
+    "runs", "ray_address", "search.trials", "search.concurrent", "budget.total_hours", "budget.training_hours",
+}  # fmt: skip
+"""A resumed run may get more trials, other slots, another cluster or more hours."""
 
 
 def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:

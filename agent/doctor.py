@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from agent.batches import BATCH_DEFAULTS
 from agent.checks import CheckResult, first_line, require_sound, warning
 from agent.config import AgentConfig
 from agent.dataset import (
@@ -36,6 +35,7 @@ from agent.packages import find_package_version
 from agent.rungs import plan_rungs
 from agent.script_checks import check_context, check_prompt_length, check_reward, check_script, known, number
 from agent.workspace import Workspace, find_vocabulary, read_text
+from trials.batching import BATCH_DEFAULTS
 from verl_overlay import install
 
 _Value = TypeVar("_Value")
@@ -304,7 +304,7 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
         device=device,
         gpus_per_node=gpus if gpus is not None or device == "cpu" else BATCH_DEFAULTS["trainer.n_gpus_per_node"],
         nodes=number(workspace, "trainer.nnodes") or 1,
-        concurrent=config.search.concurrent,
+        concurrent=config.search.concurrent or 1,
         cpus_per_gpu=read_colocation(workspace.verl),
         ray_cpus=number(workspace, "ray_kwargs.ray_init.num_cpus") or number(workspace, "ray_init.num_cpus"),
         parameters=_count_parameters(model) if model else None,

@@ -134,7 +134,7 @@ class TrialState:
 
     trial: str
     kind: str
-    """baseline, search or full"""
+    """baseline, search, remeasure (a proxy's configuration on all GPUs of train.sh) or full"""
     configuration: dict[str, Any]
     """The overlay's configuration; {} is plain GRPO."""
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -142,7 +142,11 @@ class TrialState:
     distributions: dict[str, str] = field(default_factory=dict)
     """Parameter → Optuna distribution as JSON."""
     origin: str = ""
-    """`baseline`, `preset:<name>`, `optuna` or `promotion of <trial>`."""
+    """`baseline`, `plain GRPO`, `preset:<name>`, `optuna`, `re-measurement of <trial>` or `promotion of <trial>`."""
+    gpus: int | None = None
+    """GPUs it trains on, where that is not simply what train.sh asks."""
+    is_proxy: bool = False
+    """On fewer GPUs than train.sh asks: its score is no basis for a promotion."""
     attempts: int = 0
     started_s: float = 0.0
     ended_s: float | None = None
@@ -153,6 +157,12 @@ class TrialState:
     scores: list[Score] = field(default_factory=list)
     training_s: float = 0.0
     """Seconds all its ended attempts ran."""
+
+    @property
+    def label(self) -> str:
+        """Where it comes from, in words; a proxy is named as such."""
+        origin = self.origin or self.kind
+        return f"{origin} (proxy on {self.gpus or 'fewer'} GPUs)" if self.is_proxy else origin
 
     @property
     def best(self) -> Score | None:
@@ -261,6 +271,8 @@ def _apply_trial(state: RunState, event: Event) -> None:
                 parameters=event.get("parameters", {}),
                 distributions=event.get("distributions", {}),
                 origin=event.get("origin", ""),
+                gpus=event.get("gpus"),
+                is_proxy=bool(event.get("is_proxy", False)),
                 started_s=event["time"],
             )
         trial.attempts = max(trial.attempts, int(event["attempt"]))

@@ -9,13 +9,14 @@ import re
 import shutil
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.budget import BudgetPlan, Measured, plan_budget
 from agent.config import AgentConfig, digest
@@ -23,10 +24,18 @@ from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError
 from agent.ledger import Event, RunState, TrialState
 from agent.merging import merge_checkpoint
 from agent.objective import judge, score_validation
-from agent.promotion import CheckpointChoice, choose_checkpoint, choose_losers, choose_promotion, losing_steps
+from agent.promotion import (
+    CheckpointChoice,
+    choose_checkpoint,
+    choose_losers,
+    choose_promotion,
+    losing_steps,
+    rank_proxies,
+)
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
 from agent.rungs import plan_rungs
+from agent.slots import Ask, plan_ask, proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
     is_published,
@@ -38,6 +47,7 @@ from agent.submission import (
 )
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
+from trials.batching import BATCH_SETTINGS
 from trials.checkpoints import (
     bring_back,
     complete_steps,
@@ -53,8 +63,12 @@ from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, t
 from trials.script import OverrideValue, differing_overrides
 from verl_overlay import install
 
+if TYPE_CHECKING:
+    from agent.cluster import ClusterAttempt, Engine
+
 BASELINE, FULL = "t000", "full"
 _FULL_RUN_ATTEMPTS = 3
+_CPU_SLOTS = 2
 
 
 class Pipeline:
@@ -72,6 +86,8 @@ class Pipeline:
         self._stop = threading.Event()
         self.dev_rows = self.workspace.dev_rows()
         self.rungs = plan_rungs(config, self.workspace)
+        self.slots = config.search.concurrent or _CPU_SLOTS
+        """Trials side by side; counted where GPUs train."""
 
     # ---- ledger --------------------------------------------------------------------------------------------------
 
@@ -115,10 +131,12 @@ class Pipeline:
         with self._interruptible():
             self.clean_up()
             self._require_unchanged_workspace()
+            self._plan_slots()
             self.record("driver_started", pid=os.getpid())
             self._install_overlay()
             self.stage("baseline", {}, self._run_baseline)
             self._search()
+            self._remeasure()
             trial, choice = self._promote_and_train()
             submission = self.submit(trial, choice)
         self.finish()
@@ -209,11 +227,22 @@ class Pipeline:
         self.folder.stop_file.unlink(missing_ok=True)
         sweep(self.folder.tag)
         sweep_holders(self.folder.ray_tmpdir)
+        if self.config.ray_address is not None:
+            self._sweep_nodes()
         self._remove_scripts()
         shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
         for trial in self.state().trials.values():
             if trial.outcome is None:
                 self._recover(trial)
+
+    def _sweep_nodes(self) -> None:
+        """The same on the other nodes of the cluster."""
+        from agent.cluster import sweep_nodes
+
+        open_trials = [trial for trial in self.state().trials.values() if trial.outcome is None]
+        attempts = [(trial.trial, attempt) for trial in open_trials for attempt in range(1, trial.attempts + 1)]
+        scratch = [trial_scratch(self.folder.tag, trial, attempt) for trial, attempt in attempts]
+        sweep_nodes(self.engine, self.folder.tag, scratch)
 
     def _remove_scripts(self) -> None:
         """Remove the generated scripts of short trials; the run's folder has copies."""
@@ -235,9 +264,63 @@ class Pipeline:
             if initial and validation.step not in known and validation.step > 0:
                 self.record("trial_scored", trial=trial.trial, **self._score(trial.kind, initial)(validation))
         last = history[-1].step if history else 0
-        if trial.kind == "search" and last >= self.rungs[-1]:
+        if trial.kind in ("search", "remeasure") and last >= self.rungs[-1]:
             reason = f"recovered from its log: step {last} was done when the driver died"
             self.record("trial_ended", trial=trial.trial, outcome="completed", failure=None, reason=reason, step=last)
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def ask(self) -> Ask:
+        """What a search trial reserves."""
+        keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
+        settings = {} if self._cpu_trains else {key: self.workspace.setting_int(key) for key in keys}
+        return plan_ask(settings, self.config.search.gpus_per_trial, self._cpu_trains)
+
+    @functools.cached_property
+    def _proxy_overrides(self) -> dict[str, int]:
+        if not self.ask.is_proxy:
+            return {}
+        return proxy_overrides({key: self.workspace.setting(key) for key in BATCH_SETTINGS}, self.ask)
+
+    @property
+    def _cpu_trains(self) -> bool:
+        return self.workspace.setting("trainer.device") == "cpu"
+
+    @functools.cached_property
+    def engine(self) -> "Engine":
+        """The Ray of this run."""
+        from agent.cluster import Engine
+
+        return Engine(
+            address=self.config.ray_address,
+            cpu_slots=self.slots if self._cpu_trains else None,
+            folder=self.folder.ray_tmpdir,
+            log=self.folder.path / "ray.log",
+            name=self.folder.tag,
+        )
+
+    def _plan_slots(self) -> None:
+        """Count the slots, and refuse at once what no slot could ever hold.
+
+        Raises:
+            PreflightError: naming the GPUs asked, there and free, or why verl could not train a proxy.
+        """
+        ask, overrides = self.ask, self._proxy_overrides
+        if not ask.gpus or "full_run" in self.state().stages:
+            return
+        from agent.cluster import find_slots
+
+        with self.engine:
+            slots = find_slots(ask, self.config.search.concurrent)
+            find_slots(Ask(ask.exact_gpus, ask.exact_gpus), 1)  # for the baseline and the full run
+        if ask.is_proxy or slots.count > 1:
+            require_open_devices(self.workspace.script.text)
+        self.slots = slots.count
+        self.record(
+            "slots_planned", slots=slots.count, cpus=slots.cpus, found=slots.found, overrides=overrides,
+            is_proxy=ask.is_proxy, **asdict(ask),
+        )  # fmt: skip
 
     # ---- overlay and baseline ------------------------------------------------------------------------------------
 
@@ -307,7 +390,7 @@ class Pipeline:
         Raises:
             Interrupted: a person stopped it.
         """
-        attempt = Attempt(spec)
+        attempt = self._attempt_of(spec)
         try:
             for event in attempt.events():
                 if isinstance(event, Ended):
@@ -322,6 +405,14 @@ class Pipeline:
             attempt.close()
         raise AssertionError("events() ends with Ended")
 
+    def _attempt_of(self, spec: TrialSpec) -> "Attempt | ClusterAttempt":
+        """Here, or on the node of the cluster that has the GPUs."""
+        if self.config.ray_address is None:
+            return Attempt(spec)
+        from agent.cluster import ClusterAttempt
+
+        return ClusterAttempt(self.engine, spec, Ask(self.ask.exact_gpus, self.ask.exact_gpus))
+
     def _record_end(self, trial: str, ended: Ended) -> None:
         facts = asdict(ended)
         self.record("trial_ended", trial=trial, step=facts.pop("last_step"), **facts)
@@ -329,7 +420,8 @@ class Pipeline:
     # ---- trials --------------------------------------------------------------------------------------------------
 
     def prepare(self, trial: str, attempt: int, kind: str, configuration: Configuration) -> TrialSpec:
-        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder."""
+        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder; a proxy's
+        also with fewer GPUs."""
         folder = self.folder.trial(trial)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = folder / "checkpoints"
@@ -343,14 +435,15 @@ class Pipeline:
         }  # fmt: skip
         if "trainer.max_actor_ckpt_to_keep" in self.workspace.script.overrides:
             overrides["trainer.max_actor_ckpt_to_keep"] = None  # verl keeps the newest; the agent keeps the best
-        concurrent = 1 if kind == "baseline" else self.config.search.concurrent
+        if kind == "search":
+            overrides.update(self._proxy_overrides)
         return TrialSpec(
             script=self.workspace.script.render(overrides),
             script_path=str(self._script_of(trial)),
             configuration=dict(configuration),
             resumed_step=resumed_step or 0,
             stop_step=self.rungs[-1],
-            environment=self._threads(concurrent),
+            environment=self._threads(self.slots if kind == "search" else 1),
             **self._common(trial, attempt, configuration),
         )
 
@@ -374,11 +467,14 @@ class Pipeline:
         }
 
     def _training_env(self) -> str | None:
-        return str(self.config.training_env) if self.config.training_env else None
+        """The agent's own is named, too, on a cluster: its nodes may run Ray from another."""
+        if self.config.training_env:
+            return str(self.config.training_env)
+        return sys.prefix if self.config.ray_address else None
 
     def _threads(self, concurrent: int) -> dict[str, str]:
         """On a machine where the CPU trains, trials side by side share its cores."""
-        if self.workspace.setting("trainer.device") != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        if not self._cpu_trains or "OMP_NUM_THREADS" in os.environ:
             return {}
         return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // concurrent))}
 
@@ -396,7 +492,8 @@ class Pipeline:
             training_limit_s=budget.training_hours * 3600,
             total_steps=self.workspace.total_steps,
             inference_limit_s=budget.inference_minutes * 60,
-            concurrent=self.config.search.concurrent,
+            concurrent=self.slots,
+            remeasure_s=self.config.search.remeasured_proxies * self._remeasure_s() if self.ask.is_proxy else 0.0,
         )
 
     def _measured(self) -> Measured:
@@ -429,31 +526,38 @@ class Pipeline:
         plan = SearchPlan(
             space=self.space,
             trials=settings.trials,
-            concurrent=settings.concurrent,
+            concurrent=settings.concurrent if self.ask.gpus else self.slots,
             rungs=self.rungs,
             reduction_factor=settings.reduction_factor,
             dev_rows=sum(self.dev_rows.values()),
             seed=self.config.seed,
             startup_trials=settings.startup_trials,
             failures_in_a_row=settings.failures_in_a_row,
+            ask=self.ask,
+            patience_s=settings.startup_timeout_s,
         )
         initial = state.initial_entropy
         assert initial is not None
-        broken = run_search(
-            plan,
-            self.record,
-            state,
-            self.prepare,
-            self._score("search", initial),
-            must_stop=self._stop.is_set,
-            time_is_over=time_is_over,
-            stop_file=self.folder.stop_file,
-            on_end=self.delete_losers,
-            scratch=self.folder.path / "tune",
-            ray_tmpdir=self.folder.ray_tmpdir,
-            run_tag=self.folder.tag,
-        )
-        self._require_running()
+        while True:
+            broken = run_search(
+                plan,
+                self.record,
+                self.state(),
+                self.prepare,
+                self._score("search", initial),
+                engine=self.engine,
+                must_stop=self._stop.is_set,
+                time_is_over=time_is_over,
+                stop_file=self.folder.stop_file,
+                on_end=self.delete_losers,
+                scratch=self.folder.path / "tune",
+                run_tag=self.folder.tag,
+            )
+            self._require_running()
+            trials = self.state().search_trials
+            is_whole = all(trial.outcome is not None for trial in trials)  # not when a node was lost at the end
+            if broken or (is_whole and (time_is_over() or len(trials) >= settings.trials)):
+                break
         self.folder.stop_file.unlink(missing_ok=True)
         self._remove_scripts()
         if broken:
@@ -479,11 +583,80 @@ class Pipeline:
             folder = self.checkpoints_of(trial)
             delete_over_limit(folder, losing_steps(trial.scores, complete_steps(folder)), limit_gb * 1e9)
 
+    # ---- re-measurement of proxies -------------------------------------------------------------------------------
+
+    def _remeasure_s(self) -> float:
+        """Expected duration of one exact trial."""
+        measured = self._measured()
+        return 1.15 * (measured.start_up_s + self.rungs[-1] * measured.step_s)
+
+    def _remeasure(self) -> None:
+        """Run exact trials of the best proxies' configurations: only those and the baseline can be promoted."""
+        state = self.state()
+        proxies = rank_proxies(state.search_trials)
+        if not proxies or state.full_run is not None:
+            return
+        names = [proxy.trial for proxy in proxies]
+        wanted = self.config.search.remeasured_proxies
+        self.stage("remeasure", {"proxies": sorted(names), "wanted": wanted}, lambda: self._run_remeasurements(proxies))
+
+    def _run_remeasurements(self, proxies: list[TrialState]) -> dict[str, Any]:
+        wanted = self.config.search.remeasured_proxies
+        for rank, proxy in enumerate(proxies, start=1):
+            state = self.state()
+            exact = [trial for trial in state.trials.values() if trial.kind == "remeasure"]
+            known = next((trial for trial in exact if trial.origin == f"re-measurement of {proxy.trial}"), None)
+            if sum(trial.outcome == "completed" for trial in exact) >= wanted:
+                break
+            if known is not None and known.outcome is not None:
+                continue
+            left_s = self._left_before_full_run_s()
+            if left_s < self._remeasure_s():
+                reason = (
+                    f"{left_s:.0f} s are left before the full run, an exact trial takes {self._remeasure_s():.0f} s"
+                )
+                self.decide("re-measurement", None, reason)
+                break
+            score = proxy.last
+            assert score is not None
+            reason = f"{proxy.trial} is number {rank} of {len(proxies)} proxies on {proxy.gpus} of "
+            reason += f"{self.ask.exact_gpus} GPUs, "
+            reason += (
+                f"with objective {score.objective:.4f} at step {score.step}; it is trusted only when measured on all"
+            )
+            self.decide("re-measurement", proxy.trial, reason)
+            self._run_remeasurement(proxy, known)
+        exact = [trial for trial in self.state().trials.values() if trial.kind == "remeasure"]
+        return {"trials": [trial.trial for trial in exact]}
+
+    def _left_before_full_run_s(self) -> float:
+        budget = self.plan()
+        return budget.training_ends_s - (budget.full_run_s if budget.full_run_fits else 0.0)
+
+    def _run_remeasurement(self, proxy: TrialState, known: TrialState | None) -> None:
+        state = self.state()
+        name = known.trial if known else f"t{len(state.trials):03d}"
+        attempt = known.attempts + 1 if known else 1
+        initial = state.initial_entropy
+        assert initial is not None
+        self.record(
+            "trial_started", trial=name, attempt=attempt, kind="remeasure", origin=f"re-measurement of {proxy.trial}",
+            configuration=proxy.configuration, gpus=self.ask.exact_gpus,
+        )  # fmt: skip
+        score = self._score("remeasure", initial)
+
+        def tell(validation: Validation) -> None:
+            if validation.step > 0:
+                self.record("trial_scored", trial=name, **score(validation))
+
+        self._record_end(name, self._run_attempt(self.prepare(name, attempt, "remeasure", proxy.configuration), tell))
+        self.delete_losers()
+
     # ---- promotion and full run ----------------------------------------------------------------------------------
 
     def _promote_and_train(self) -> tuple[TrialState, CheckpointChoice]:
         state = self.state()
-        candidates = [trial for trial in state.trials.values() if trial.kind != "full"]
+        candidates = [trial for trial in state.trials.values() if trial.kind != "full" and not trial.is_proxy]
         promotion = choose_promotion(candidates)
         if promotion is None:
             raise StageError("no trial has a usable score, so nothing can be promoted; see the report for the failures")

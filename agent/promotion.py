@@ -53,6 +53,12 @@ def choose_promotion(trials: Sequence[TrialState]) -> Promotion | None:
     return Promotion(best.trial, top, score.objective, reason)
 
 
+def rank_proxies(trials: Sequence[TrialState]) -> list[TrialState]:
+    """The proxies worth an exact trial, best first: usable, and by objective among those at the highest step."""
+    usable = [t for t in trials if t.is_proxy and t.outcome != "failed" and t.scores and _last(t).objective > 0]
+    return sorted(usable, key=lambda trial: (_last(trial).step, *_merit(trial)), reverse=True)
+
+
 def choose_checkpoint(scores: Sequence[Score], complete_steps: Sequence[int]) -> CheckpointChoice | None:
     """The complete checkpoint whose step has the highest objective; ties go to the later step.
 

@@ -88,8 +88,8 @@ def describe_outcome(trial: TrialState) -> str:
 def describe_method(state: RunState, trial: TrialState) -> str:
     """The method a trial trains with; a promotion is followed back to the trial that was promoted."""
     seen = {trial.trial}
-    while trial.origin.startswith("promotion of "):
-        parent = state.trials.get(trial.origin.removeprefix("promotion of "))
+    while trial.origin.startswith(("promotion of ", "re-measurement of ")):
+        parent = state.trials.get(trial.origin.split(" of ", 1)[1])
         if parent is None or parent.trial in seen:
             break
         seen.add(parent.trial)
@@ -442,7 +442,7 @@ def _leaderboard_row(state: RunState, trial: TrialState, curve: Sequence[StepMet
     judged = f" (judged at {score.step})" if trial.scores and trained != score.step else ""
     return [
         join([element("b", trial.trial), *_badges(state, trial)], " "),
-        trial.origin or trial.kind,
+        trial.label,
         element("div", describe_outcome(trial), class_="words"),
         f"{format_value(trained)}{judged}",
         accuracy,

@@ -14,13 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent.batches import propose_batches
 from agent.errors import PreflightError
 from agent.model_files import read_context
 from agent.questions import Questions, read_questions
 from agent.script_checks import is_known_source, read_reward_sources
 from agent.token_counts import count_tokens_of
 from trials import grading, scaffold
+from trials.batching import propose_batches
 from trials.embedded.build import build_folder, copy_verl
 
 TEMPLATES = Path(scaffold.__file__).parent

@@ -8,7 +8,6 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent.batches import BATCH_DEFAULTS, BATCH_SETTINGS, DYNAMIC, batch_problems
 from agent.checks import CheckResult, first_line, warning
 from agent.dataset import read_prompts
 from agent.errors import PreflightError
@@ -16,6 +15,7 @@ from agent.model_files import read_context
 from agent.packages import find_package_version
 from agent.token_counts import count_tokens_of
 from agent.workspace import Workspace, read_text
+from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS, batch_problems
 from trials.checkpoints import read_checkpoints
 
 _Value = TypeVar("_Value")
@@ -134,19 +134,23 @@ def _check_logger(workspace: Workspace) -> CheckResult:
 
 def _check_batches(workspace: Workspace) -> CheckResult:
     """On the CPU plugin and with verl's defaults, one process stands for one GPU."""
-    settings = {key: number(workspace, key) for key in BATCH_SETTINGS}
-    settings[DYNAMIC] = known(lambda: workspace.setting(DYNAMIC)) in ("True", "true")
-    train, gpus = settings["data.train_batch_size"], _count_ranks(workspace)
-    if train is None or gpus is None:
+    train, ranks = number(workspace, "data.train_batch_size"), _count_ranks(workspace)
+    if train is None or ranks is None:
         return CheckResult("batch sizes", "not set by train.sh")
-    problems = batch_problems(settings, gpus)
+    read = {key: _read_setting(workspace, key) for key in BATCH_SETTINGS}
+    given = {key: value for key, value in read.items() if value is not None}
+    problems = batch_problems({**BATCH_DEFAULTS, **given, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks})
     rows = sum(_count_rows(file) or 0 for file in workspace.train_files)
     if 0 < rows < train:
         problems.append(f"the {rows} training rows do not fill one batch of {train}")
-    found = f"{train} prompts a step on {gpus} ranks"
+    found = f"{train} prompts a step on {ranks} ranks"
     if problems:
         return CheckResult("batch sizes", found, f"{workspace.train_script}: {'; '.join(problems)}")
     return CheckResult("batch sizes", found)
+
+
+def _read_setting(workspace: Workspace, key: str) -> str | None:
+    return known(lambda: workspace.setting(key))
 
 
 def _count_ranks(workspace: Workspace) -> int | None:

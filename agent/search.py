@@ -5,9 +5,9 @@ ledger are added to a new study, unfinished and not yet started ones are queued,
 driver writes the ledger here, when results arrive. The only file that imports optuna.
 """
 
-import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,21 +15,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
-import ray
 from optuna.distributions import distribution_to_json, json_to_distribution
 from optuna.trial import TrialState as OptunaState
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
+from agent.cluster import Engine, driver_environment, find_slots, is_node_lost
 from agent.errors import AgentError, StageError
 from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST, standard_error
+from agent.slots import ON_CPU, Ask, SlotsBusy
 from search_spaces.space import Configuration, SearchSpace
 from trials.guard import RUN_TAG
 from trials.health import FailureKind
 from trials.runner import TrialSpec
-from trials.trainable import Scorer, TrialTrainable
+from trials.trainable import Scorer, TrialTrainable, read_place
+
+PROXY_BASELINE = "plain GRPO"
+"""Origin of the first proxy: what the other proxies are compared with, as the baseline is too large for that."""
+
+_ATTEMPTS = 3
+"""So often a trial is started when its node is lost."""
+_LOOK_AGAIN_S = 20.0
 
 Prepare = Callable[[str, int, str, Configuration], TrialSpec]
 """(trial, attempt, kind, configuration) → the attempt to run."""
@@ -42,7 +50,8 @@ class SearchPlan:
     space: SearchSpace
     trials: int
     """Search trials in all, those already in the ledger included."""
-    concurrent: int
+    concurrent: int | None
+    """Most trials that run side by side; None is as many as the GPUs hold."""
     rungs: tuple[int, ...]
     """Steps at which ASHA judges, ascending; the last one ends a trial."""
     reduction_factor: int
@@ -50,6 +59,9 @@ class SearchPlan:
     seed: int
     startup_trials: int
     failures_in_a_row: int
+    ask: Ask = ON_CPU
+    patience_s: float = 1800.0
+    """While no trial runs, so long may one wait for a slot that others hold."""
 
 
 def distributions_of(space: SearchSpace, parameters: Configuration) -> dict[str, str]:
@@ -66,15 +78,16 @@ def run_search(
     prepare: Prepare,
     score: Scorer,
     *,
+    engine: Engine,
     must_stop: Callable[[], bool],
     time_is_over: Callable[[], bool],
     stop_file: Path,
     on_end: Callable[[], None],
     scratch: Path,
-    ray_tmpdir: Path,
     run_tag: str,
 ) -> str | None:
-    """Run trials until the plan's number has ended, time is over, a person stops it, or the circuit breaker opens.
+    """Run trials until the plan's number has been started and is over, time is over, a person stops it, or the circuit
+    breaker opens. A trial whose node was lost may be left without an end; call again with a new state then.
 
     Returns why the circuit breaker opened, None when it did not.
 
@@ -84,35 +97,46 @@ def run_search(
         state: the fold of the ledger at this moment.
         prepare: makes the attempt of a trial.
         score: judges a validation; sent to the workers.
+        engine: the Ray that runs the trials.
         must_stop: a person asked to stop.
         time_is_over: the budget of the search is spent.
         stop_file: created to interrupt running trials at once.
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
-        ray_tmpdir: short path for Ray's own files; emptied.
         run_tag: marks Ray's processes as the run's.
+
+    Raises:
+        PreflightError: no node has the GPUs of a trial, or others hold them.
+        StageError: the search engine failed, or nothing can be recorded any more.
     """
     ended = [trial for trial in state.search_trials if trial.outcome is not None]
     missing = plan.trials - len(ended)
     if missing <= 0:
         return None
-    searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end)
-    scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows)
-    scheduler.refill([trial for trial in state.trials.values() if trial.kind != "full"])
-    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, stop_file)
-    log = scratch.with_suffix(".log")
+    lost_workers: dict[str, str] = {}
+    searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end, lost_workers)
+    scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows, lost_workers)
+    scheduler.refill(comparable_trials(state, plan.ask))
+    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, searcher.watch_waiting, stop_file)
     shutil.rmtree(scratch, ignore_errors=True)
     os.environ[RUN_TAG] = run_tag
-    with _private_ray(plan.concurrent, ray_tmpdir, log):
+    with engine:
+        slots, resources = _reserve(plan)
+        os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(slots)  # by default the workers would start one after the other
+        trainable = tune.with_parameters(
+            TrialTrainable, score=score, worst=WORST, environment=driver_environment() if engine.address else {}
+        )
+        trainable.__name__ = f"trial-{engine.identifier}"
         tuner = tune.Tuner(
-            tune.with_resources(tune.with_parameters(TrialTrainable, score=score, worst=WORST), {"cpu": 1}),
+            tune.with_resources(trainable, resources),
             tune_config=tune.TuneConfig(
                 metric="objective",
                 mode="max",
                 search_alg=searcher,
                 scheduler=scheduler,
                 num_samples=missing,
-                max_concurrent_trials=plan.concurrent,
+                max_concurrent_trials=slots,
+                reuse_actors=True,
                 trial_name_creator=lambda trial: trial.trial_id,
                 trial_dirname_creator=lambda trial: trial.trial_id,
             ),
@@ -128,13 +152,26 @@ def run_search(
             tuner.fit()
         except Exception as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            raise searcher.fatal or StageError(f"the search engine failed: {line}; see {log}") from None
+            raise searcher.fatal or StageError(f"the search engine failed: {line}; see {engine.log}") from None
     if searcher.fatal:
         raise searcher.fatal
     shutil.rmtree(scratch, ignore_errors=True)
-    if not must_stop():
+    if not must_stop() and (time_is_over() or searcher.is_broken):
         searcher.end_unfinished("the time of the search is over" if time_is_over() else "the search was stopped")
     return searcher.broken
+
+
+def _reserve(plan: SearchPlan) -> tuple[int, dict[str, float]]:
+    """How many trials run side by side, and what each reserves of Ray."""
+    if not plan.ask.gpus:
+        return plan.concurrent or 1, {"cpu": 1}
+    slots = find_slots(plan.ask, plan.concurrent)
+    return slots.count, {"cpu": slots.cpus, "gpu": plan.ask.gpus}
+
+
+def comparable_trials(state: RunState, ask: Ask) -> list[TrialState]:
+    """The trials whose scores the search may compare: those on as many GPUs as its own, the baseline included."""
+    return [t for t in state.trials.values() if t.kind in ("baseline", "search") and t.is_proxy == ask.is_proxy]
 
 
 class _NotSaved:
@@ -158,7 +195,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         prepare: Prepare,
         must_stop: Callable[[], bool],
         on_end: Callable[[], None],
+        lost_workers: dict[str, str] | None = None,
     ) -> None:
+        """`lost_workers`: Tune's trial id → how its worker was lost; filled by the scheduler, which Tune tells first."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         known = len(state.trials)
         sampler = optuna.samplers.TPESampler(
@@ -172,23 +211,31 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         """Tune's trial id → ours."""
         self._attempts = {trial.trial: trial.attempts for trial in state.trials.values()}
         self._open: set[str] = set()
+        self._waiting: dict[str, tuple[float, Path]] = {}
+        """Trial → since when it waits for a slot, and its attempt's folder."""
+        self._lost: set[str] = set()
+        """Trials whose node was lost and that have not been started again."""
+        self._lost_workers = {} if lost_workers is None else lost_workers
         self._failures: list[str] = []
         self.broken: str | None = None
         self.fatal: AgentError | None = None
         """Why nothing can be recorded any more; Tune must not see it as a trial's error."""
-        for trial in state.trials.values():
-            if trial.kind != "full" and trial.outcome is not None:
+        for trial in comparable_trials(state, plan.ask):
+            if trial.outcome is not None:
                 self._add_finished(trial)
         for trial in state.search_trials:
             if trial.outcome is None:
-                self._ot_study.enqueue_trial(
-                    trial.parameters, user_attrs={"trial": trial.trial, "origin": trial.origin}
-                )
+                self._enqueue_again(trial.trial, trial.parameters, trial.origin)
         used = {trial.origin for trial in state.trials.values()}
+        if plan.ask.is_proxy and PROXY_BASELINE not in used:
+            self._ot_study.enqueue_trial(plan.space.complete({}), user_attrs={"origin": PROXY_BASELINE})
         for preset in plan.space.presets:
             origin = f"preset:{preset}"
             if origin not in used:
                 self._ot_study.enqueue_trial(plan.space.preset_parameters(preset), user_attrs={"origin": origin})
+
+    def _enqueue_again(self, name: str, parameters: Configuration, origin: str) -> None:
+        self._ot_study.enqueue_trial(parameters, user_attrs={"trial": name, "origin": origin})
 
     def _add_finished(self, trial: TrialState) -> None:
         verdict, value = optuna_verdict(trial)
@@ -227,9 +274,13 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             configuration=spec.configuration,
             parameters=chosen.params,
             distributions={key: distribution_to_json(value) for key, value in chosen.distributions.items()},
+            gpus=self._plan.ask.gpus or None,
+            is_proxy=self._plan.ask.is_proxy,
         )
         self._started[trial_id] = name
         self._open.add(name)
+        self._lost.discard(name)
+        self._waiting[name] = (time.monotonic(), spec.attempt_folder)
         return {"trial": name, "spec": spec.to_dict()}
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
@@ -245,6 +296,13 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         outcome = "failed" if error else str(result.get("outcome", "interrupted"))
         if result.get("failure") == FailureKind.DISK_FULL.value:
             self.fatal = self.fatal or StageError(f"{name}: {result.get('ending')}; free space, then resume")
+        if error and trial_id in self._lost_workers and self._attempts[name] < _ATTEMPTS:
+            chosen = self._ot_trials[trial_id]
+            self._enqueue_again(name, dict(chosen.params), chosen.user_attrs.get("origin", "optuna"))
+            self._record("trial_lost", trial=name, reason=self._lost_workers[trial_id])
+            self._open.discard(name)
+            self._lost.add(name)
+            outcome = "interrupted"
         if self.fatal or outcome == "interrupted" or (outcome == "running" and self._must_stop()):
             self._ot_study.tell(self._ot_trials[trial_id], state=OptunaState.FAIL)
             return
@@ -290,11 +348,28 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         if len(recent) == self._plan.failures_in_a_row and len(set(recent)) == 1:
             self.broken = f"{len(recent)} trials in a row failed with {recent[0]}; the last one: {reason}"
 
+    def watch_waiting(self) -> None:
+        """A trial may wait for a slot while others run, but not for ever while none does."""
+        self._waiting = {n: w for n, w in self._waiting.items() if n in self._open and read_place(w[1]) is None}
+        if not self._waiting or self._waiting.keys() != self._open:
+            return
+        waited_s = time.monotonic() - min(since for since, _ in self._waiting.values())
+        if waited_s < min(_LOOK_AGAIN_S, self._plan.patience_s) or not self._plan.ask.gpus:
+            return
+        try:
+            find_slots(self._plan.ask, 1)
+            if waited_s > self._plan.patience_s:
+                raise StageError(f"{', '.join(self._waiting)} waited {waited_s:.0f} s for a slot; check `ray status`")
+        except AgentError as error:
+            if waited_s > self._plan.patience_s or not isinstance(error, SlotsBusy):
+                self.fatal = self.fatal or error
+
     def end_unfinished(self, reason: str) -> None:
         """Record trials that were still running when the search ended for good."""
-        for name in sorted(self._open):
+        for name in sorted(self._open | self._lost):
             self._record("trial_ended", trial=name, outcome="stopped", failure=None, reason=reason, seconds=0.0)
         self._open.clear()
+        self._lost.clear()
 
 
 def _verdict(outcome: str, failure: str | None, objective: float | None) -> tuple[OptunaState, float | None]:
@@ -327,13 +402,17 @@ class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
     cutoff of two is the noise of one), and nobody is stopped for a difference within one standard error of the objective.
     """
 
-    def __init__(self, rungs: Sequence[int], reduction_factor: int, dev_rows: int) -> None:
-        """`dev_rows` is the size of the dev set: it sets the standard error of an accuracy."""
+    def __init__(
+        self, rungs: Sequence[int], reduction_factor: int, dev_rows: int, lost_workers: dict[str, str] | None = None
+    ) -> None:
+        """`dev_rows` is the size of the dev set: it sets the standard error of an accuracy. `lost_workers` is filled with
+        Tune's trial id → how its worker was lost together with its node."""
         super().__init__(
             time_attr="step", max_t=rungs[-1], grace_period=rungs[0], reduction_factor=reduction_factor, brackets=1
         )
         self._brackets[0]._rungs = [(step, {}) for step in reversed(rungs)]
         self._dev_rows = dev_rows
+        self._lost_workers = {} if lost_workers is None else lost_workers
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         if result.get("outcome") != "running" or "objective" not in result:
@@ -343,6 +422,13 @@ class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
         if result.get("outcome") == "completed":
             self.decide(trial.config["trial"], Score.from_facts(result))
+        self._trial_info.pop(trial.trial_id, None)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        place = read_place(TrialSpec(**trial.config["spec"]).attempt_folder)
+        if is_node_lost(place.node_id if place else None):
+            where = f"{place.host} ({place.node_id[:6]})" if place else "its node"
+            self._lost_workers[trial.trial_id] = f"the connection to its worker was lost together with {where}"
         self._trial_info.pop(trial.trial_id, None)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
@@ -370,52 +456,19 @@ class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]
 class _Stopper(_NotSaved, tune.Stopper):  # type: ignore[misc]
     """Ends the Tune run and, through the stop file, the steps that are under way."""
 
-    def __init__(self, condition: Callable[[], bool], stop_file: Path) -> None:
-        self._condition, self._stop_file = condition, stop_file
+    def __init__(self, condition: Callable[[], bool], look: Callable[[], None], stop_file: Path) -> None:
+        """`look` is called once a second."""
+        self._condition, self._look, self._stop_file = condition, look, stop_file
+        self._looked_s = time.monotonic()
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False
 
     def stop_all(self) -> bool:
+        if time.monotonic() - self._looked_s > 1:
+            self._look()
+            self._looked_s = time.monotonic()
         if self._condition():
             self._stop_file.touch()
             return True
         return False
-
-
-class _private_ray:
-    """A Ray of this run's own, for as many trials as run side by side; never joins another cluster."""
-
-    def __init__(self, slots: int, folder: Path, log: Path) -> None:
-        self._slots, self._folder, self._log = slots, folder, log
-
-    def __enter__(self) -> None:
-        for name in [name for name in os.environ if name.startswith("RAY_")]:
-            del os.environ[name]
-        os.environ.update(
-            TUNE_DISABLE_SIGINT_HANDLER="1",
-            TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
-            TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S="0",
-            RAY_USAGE_STATS_ENABLED="0",
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-            RAY_AIR_NEW_OUTPUT="0",  # the new output engine prints tables even at verbose=0
-        )
-        logging.raiseExceptions = False  # a full disk is told once, by the ledger
-        logger = logging.getLogger("ray")
-        logger.handlers, logger.propagate = [logging.FileHandler(self._log)], False
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        ray.init(
-            address="local",
-            num_cpus=self._slots,
-            num_gpus=0,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=80 * 2**20,
-            _temp_dir=str(self._folder),
-        )
-
-    def __exit__(self, *exception: object) -> None:
-        ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)

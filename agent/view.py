@@ -192,7 +192,7 @@ def stage_name(state: RunState, alive: bool, stage: str = "") -> str:
     if stage:
         return f"stage {stage}"
     kinds = {trial.kind for trial in state.trials.values() if trial.outcome is None}
-    current = next((kind for kind in ("full", "search", "baseline") if kind in kinds), None)
+    current = next((kind for kind in ("full", "remeasure", "search", "baseline") if kind in kinds), None)
     if current is not None:
         name = "full_run" if current == "full" else current
         return f"stage {name}" if alive else f"interrupted in stage {name}"
@@ -216,7 +216,7 @@ def _row(trial: TrialState, curve: Sequence[StepMetrics], reference: float | Non
     state = f"{outcome}: {trial.failure}" if trial.outcome == "failed" and trial.failure else outcome
     cells = [
         trial.trial,
-        trial.origin or trial.kind,
+        trial.label,
         state,
         format_value(last_step(trial, curve)),
         format_number(score.accuracy if score else None),
@@ -269,7 +269,9 @@ def _checked(record: Mapping[str, Any]) -> str:
 def _trial_started(record: Mapping[str, Any]) -> str:
     again = f", attempt {record['attempt']}" if record.get("attempt", 1) != 1 else ""
     configuration = format_configuration(record.get("configuration") or {})
-    return f"{record['trial']} started ({record.get('origin') or record.get('kind')}{again}): {configuration}"
+    origin = record.get("origin") or record.get("kind")
+    scale = f", proxy on {record.get('gpus')} GPUs" if record.get("is_proxy") else ""
+    return f"{record['trial']} started ({origin}{scale}{again}): {configuration}"
 
 
 def _trial_scored(record: Mapping[str, Any]) -> str:
@@ -285,6 +287,11 @@ def _trial_ended(record: Mapping[str, Any]) -> str:
     return f"{trial.trial} {describe_outcome(trial)} after {format_seconds(record.get('seconds'))}{reason}"
 
 
+def _slots_planned(record: Mapping[str, Any]) -> str:
+    kind = f"proxies of train.sh's {record.get('exact_gpus')} GPUs" if record.get("is_proxy") else "exact trials"
+    return f"{record.get('slots')} slots for {kind}: {record.get('found', '')}"
+
+
 def _decision(record: Mapping[str, Any]) -> str:
     return f"decision {record.get('what')}: {format_value(record.get('chosen'))} – {record.get('reason', '')}"
 
@@ -296,6 +303,8 @@ _DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "trial_started": _trial_started,
     "trial_scored": _trial_scored,
     "trial_ended": _trial_ended,
+    "trial_lost": lambda record: f"{record['trial']}: {record.get('reason')}; it is started again",
+    "slots_planned": _slots_planned,
     "decision": _decision,
     "stage_started": lambda record: f"stage {record.get('stage')} …",
     "stage_done": lambda record: f"stage {record.get('stage')} done in {format_seconds(record.get('seconds'))}",

@@ -140,8 +140,17 @@ def make_rows(count: int, sources: tuple[str, ...], split: str) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def build_scripted_workspace(root: Path) -> Path:
-    """Create the workspace at `root`."""
+ON_GPUS = """trainer.n_gpus_per_node=8 \\
+  actor_rollout_ref.rollout.n=8 \\
+  actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+  data.train_batch_size=128 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"""
+"""What takes the place of trainer.device=cpu; the scripted trainer looks at none of it but asks for the GPUs."""
+
+
+def build_scripted_workspace(root: Path, on_gpus: bool = False) -> Path:
+    """Create the workspace at `root`; `on_gpus` asks 8 GPUs in train.sh."""
     spec = find_spec("verl")
     assert spec is not None and spec.origin is not None
     installed = Path(spec.origin).parent
@@ -156,7 +165,7 @@ def build_scripted_workspace(root: Path) -> Path:
     scripts = root / "task" / "scripts"
     scripts.mkdir()
     for name, text in (("train.sh", TRAIN_SH), ("inference.sh", INFERENCE_SH), ("inference.py", INFERENCE_PY)):
-        (scripts / name).write_text(text)
+        (scripts / name).write_text(text.replace("trainer.device=cpu", ON_GPUS) if on_gpus else text)
     data = root / "data" / "datasets" / "math.8k"
     data.mkdir(parents=True)
     make_rows(64, ("train",), "train").to_parquet(data / "train.parquet", index=False)

@@ -17,7 +17,7 @@ ALLOWED = {
     "verl_overlay": set(),
 }
 HEAVY = {
-    "ray": {"agent/search.py", "trials/trainable.py"},
+    "ray": {"agent/cluster.py", "agent/search.py", "trials/trainable.py"},
     "optuna": {"agent/search.py"},
     "torch": {"agent/tensors.py"},
     "verl": set(),

@@ -221,7 +221,7 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         set_option("data.train_batch_size=10 trainer.n_gpus_per_node=4"),
         "batch sizes",
         "failed",
-        "not a multiple of 4 GPUs",
+        "cannot be divided among 4 ranks",
     ),
     "micro batch too large": (
         set_option(
@@ -230,7 +230,7 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         ),
         "batch sizes",
         "failed",
-        "a micro-batch of 16 per GPU does not divide the mini-batch of 10 per GPU",
+        "÷ 8 ranks = 10 are fewer than ppo_micro_batch_size_per_gpu 16",
     ),
     "batch larger than the data": (
         set_option("data.train_batch_size=128 trainer.n_gpus_per_node=1"),

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from agent.batches import BATCH_SETTINGS, batch_problems, propose_batches
 from agent.config import load_config
 from agent.doctor import check_all
 from agent.errors import PreflightError
@@ -27,6 +26,7 @@ from agent.scaffold import Request, build_scaffold, needs_reward
 from agent.submission import score_outputs, validate_submission
 from agent.tensors import read_sample_logits
 from agent.workspace import Workspace
+from trials.batching import batch_problems, propose_batches
 from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.data import write_splits
 from trials.scaffold.inference import LogitsFile
@@ -319,13 +319,12 @@ def test_wrong_numbers_are_refused(data: Path, tmp_path: Path, option: str) -> N
 def test_proposed_batches_keep_verls_rules(rows: int, gpus: int) -> None:
     train, mini = propose_batches(rows, gpus)
     for responses in (1, 5, 8):
-        settings: dict[str, int | None] = dict.fromkeys(BATCH_SETTINGS)
-        settings |= {
+        settings = {
             "data.train_batch_size": train, "actor_rollout_ref.rollout.n": responses,
             "actor_rollout_ref.actor.ppo_mini_batch_size": mini,
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": gpus,
         }  # fmt: skip
-        assert batch_problems(settings, gpus) == []
+        assert batch_problems(settings) == []
     assert train <= max(128, gpus) and train <= rows and (rows < 1024 or train > 64)
 
 
