@@ -569,7 +569,10 @@ class Pipeline:
         """Delete the checkpoints of ended trials that can no longer become the submission."""
         trials = [trial for trial in self.state().trials.values() if trial.kind != "full"]
         ended = [trial for trial in trials if trial.outcome is not None]
-        losers = choose_losers(ended, {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))})
+        with_checkpoint = {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))}
+        losers: list[str] = []
+        for is_proxy in (False, True):  # a proxy never makes a loser of an exact trial
+            losers += choose_losers([trial for trial in ended if trial.is_proxy is is_proxy], with_checkpoint)
         for trial in ended:
             if trial.trial in losers:
                 delete_checkpoints(self.checkpoints_of(trial), keep=())
