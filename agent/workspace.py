@@ -83,7 +83,7 @@ class Workspace:
             PreflightError: unreadable or not understood.
         """
         try:
-            return TrainScript(self.train_script.read_text())
+            return TrainScript(self.train_script.read_bytes().decode(), self.scripts)
         except OSError as error:
             raise PreflightError(f"{self.train_script}: {error.strerror}") from None
         except (ScriptError, UnicodeDecodeError) as error:
@@ -103,7 +103,7 @@ class Workspace:
 
     def _read(self, get: Callable[[str, Mapping[str, str]], _Value], key: str) -> _Value:
         try:
-            return get(key, {**os.environ, **self._script_variables()})
+            return get(key, os.environ)
         except ScriptError as error:
             raise PreflightError(f"{self.train_script}: {error}") from None
 
@@ -171,10 +171,6 @@ class Workspace:
         """Dev data source → number of rows."""
         sources = pq.read_table(self.dev_file, columns=["data_source"]).column("data_source").to_pylist()
         return {source: sources.count(source) for source in dict.fromkeys(sources)}
-
-    def _script_variables(self) -> dict[str, str]:
-        """Scripts derive their root from their own place with a command; the agent knows the answer."""
-        return {"ROOT": str(self.root), "WORKSPACE": str(self.root), "SCRIPT_DIR": str(self.scripts)}
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------------
