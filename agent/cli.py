@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. search.trials=20")
     run.add_argument("--workspace", metavar="DIR", help="root of the task; short for --set workspace=DIR")
     run.add_argument("--name", help="name of the run folder; run-<n> by default")
+    run.add_argument(
+        "--rehearse", action="store_true", help="print commands, environment, script changes and plan; start nothing"
+    )
     run.set_defaults(verb=_run)
 
     for name, verb, text in (
@@ -89,16 +92,25 @@ def _run(options: argparse.Namespace) -> None:
     overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]
     config = load_config(options.config, overrides)
     config.read_space()
-    if config.training_env is not None and not (config.training_env / "bin").is_dir():
-        raise ConfigError(f"training_env {config.training_env} has no bin/ folder; name a venv or conda prefix")
+    config.training_prefix()
     folder = new_run_folder(config, options.name)
+    if options.rehearse:
+        from agent.rehearsal import rehearse
+
+        print(rehearse(config, folder))
+        return
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)
     checks = check_workspace(workspace)
     require_sound(checks)
-    from agent.pipeline import plan_rungs
+    from agent.pipeline import plan_rungs, trial_overrides
+    from agent.training import check_training
 
     rungs = plan_rungs(config, workspace)
+    asked = trial_overrides(rungs, folder.trial("t000") / "checkpoints")
+    training = check_training(workspace, config.training_prefix(), asked)
+    require_sound(training.results)
+    checks += training.results
     with ExitStack() as locks:
         _lock_workspace(locks, workspace)
         before = read_manifest(workspace)

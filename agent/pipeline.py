@@ -11,7 +11,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -319,24 +319,27 @@ class Pipeline:
     # ---- trials --------------------------------------------------------------------------------------------------
 
     def prepare(self, trial: str, attempt: int, kind: str, configuration: Configuration) -> TrialSpec:
-        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder."""
+        """The attempt of a short trial, its folder made ready for it."""
         folder = self.folder.trial(trial)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = folder / "checkpoints"
         resumed_step = repair_tracker(checkpoints) if attempt > 1 else None
+        return self.short_trial(trial, attempt, kind, configuration, resumed_step or 0)
+
+    def short_trial(
+        self, trial: str, attempt: int, kind: str, configuration: Configuration, resumed_step: int = 0
+    ) -> TrialSpec:
+        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder."""
+        checkpoints = self.folder.trial(trial) / "checkpoints"
         if kind == "search":
             schedule: Configuration = {"schedule.steps": float(self.workspace.total_steps)}
             configuration = schedule | self.space.configuration(configuration)
-        every = self.rungs[0]
-        overrides: dict[str, OverrideValue] = {
-            "trainer.test_freq": every, "trainer.save_freq": every, "trainer.default_local_dir": str(checkpoints),
-        }  # fmt: skip
         concurrent = 1 if kind == "baseline" else self.config.search.concurrent
         return TrialSpec(
-            script=self.workspace.script.render(overrides),
+            script=self.workspace.script.render(trial_overrides(self.rungs, checkpoints)),
             script_path=str(self._script_of(trial)),
             configuration=dict(configuration),
-            resumed_step=resumed_step or 0,
+            resumed_step=resumed_step,
             stop_step=self.rungs[-1],
             environment=self._threads(concurrent),
             **self._common(trial, attempt, configuration),
@@ -356,12 +359,9 @@ class Pipeline:
             "needs_advantage": install.acts_on_advantage(configuration),
             "startup_timeout_s": search.startup_timeout_s,
             "stall_timeout_s": search.stall_timeout_s,
-            "training_env": self._training_env(),
+            "training_env": self.config.training_prefix(),
             "stop_file": str(self.folder.stop_file),
         }
-
-    def _training_env(self) -> str | None:
-        return str(self.config.training_env) if self.config.training_env else None
 
     def _threads(self, concurrent: int) -> dict[str, str]:
         """On a machine where the CPU trains, trials side by side share its cores."""
@@ -485,7 +485,9 @@ class Pipeline:
             return self.best_checkpoint()
         return full, choice
 
-    def full_run_spec(self, attempt: int, configuration: Configuration, resumed_step: int = 0) -> TrialSpec:
+    def full_run_spec(
+        self, attempt: int, configuration: Configuration, time_limit_s: float, resumed_step: int = 0
+    ) -> TrialSpec:
         """train.sh itself; only trainer.test_freq differs, and that is checked.
 
         Raises:
@@ -505,7 +507,7 @@ class Pipeline:
             resumed_step=resumed_step,
             stop_step=None,
             keep_script=True,
-            time_limit_s=self.plan().training_ends_s,
+            time_limit_s=time_limit_s,
             environment=self._threads(1),
             **self._common(FULL, attempt, configuration),
         )
@@ -536,7 +538,8 @@ class Pipeline:
                 if validation.step > 0:
                     self.record("trial_scored", trial=FULL, **score(validation))
 
-            ended = self._run_attempt(self.full_run_spec(attempt, configuration, resumed_step or 0), tell)
+            limit_s = self.plan().training_ends_s
+            ended = self._run_attempt(self.full_run_spec(attempt, configuration, limit_s, resumed_step or 0), tell)
             self._record_end(FULL, ended)
             if ended.outcome == "completed":
                 return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
@@ -592,7 +595,7 @@ class Pipeline:
         model, results = folder / "model", folder / "results"
         must_stop = self._stop.is_set
         run = functools.partial(
-            run_logged, run_tag=self.folder.tag, training_env=self._training_env(), must_stop=must_stop
+            run_logged, run_tag=self.folder.tag, training_env=self.config.training_prefix(), must_stop=must_stop
         )
 
         def merge() -> dict[str, Any]:
@@ -634,6 +637,15 @@ class Pipeline:
             number += 1
         paths = publish(submission, self.workspace.outputs, previous)
         self.record("published", paths=paths, sha256=submission.sha256, **chosen)
+
+
+def trial_overrides(rungs: Sequence[int], checkpoints: Path) -> dict[str, OverrideValue]:
+    """What a short trial changes in train.sh: it is judged and saved at every rung, in a folder of its own."""
+    return {
+        "trainer.test_freq": rungs[0],
+        "trainer.save_freq": rungs[0],
+        "trainer.default_local_dir": str(checkpoints),
+    }
 
 
 def plan_rungs(config: AgentConfig, workspace: Workspace) -> tuple[int, ...]:

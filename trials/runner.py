@@ -33,6 +33,10 @@ OVERLAY_RESUMED_VARIABLE = "VERL_OVERLAY_RESUMED_STEP"
 ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
 
+_PYTHON_VARIABLES = {
+    "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONUSERBASE", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV",
+    "VIRTUAL_ENV_PROMPT",
+}  # fmt: skip
 _POLL_S = 0.1
 _JOIN_WAIT_S = 0.4
 """The rest of a step line that was forwarded in two pieces follows within this time."""
@@ -377,20 +381,31 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
 def child_environment(inherited: Mapping[str, str], training_env: str | None, run_tag: str) -> dict[str, str]:
     """What every program of the workspace inherits: nothing that belongs to the agent, its Python or its Ray.
 
+    It is as if the training environment had been activated and the agent's never.
+
     Args:
         inherited: the caller's environment.
         training_env: prefix of the Python environment whose `bin/` comes first on PATH; None is the agent's own.
         run_tag: marks the program as the run's.
     """
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    foreign = ("RAY_", OVERLAY_VARIABLE)
-    environment = {
-        name: value for name, value in inherited.items() if name not in dropped and not name.startswith(foreign)
-    }
-    prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
-    environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    own = Path(sys.prefix)
+    prefix = Path(training_env) if training_env else own
+    environment = {name: value for name, value in inherited.items() if not _belongs_to_agent(name)}
+    folders = [str(prefix / "bin"), *environment.get("PATH", os.defpath).split(os.pathsep)]
+    if prefix != own:
+        folders = [folder for folder in folders if folder != str(own / "bin")]
+    environment["PATH"] = os.pathsep.join(dict.fromkeys(folders))
+    if (prefix / "conda-meta").is_dir():
+        environment["CONDA_PREFIX"] = str(prefix)
+    elif (prefix / "pyvenv.cfg").is_file():
+        environment["VIRTUAL_ENV"] = str(prefix)
     environment[RUN_TAG] = run_tag
     return environment
+
+
+def _belongs_to_agent(name: str) -> bool:
+    """Variables that describe the agent's Python, its Ray or its overlay."""
+    return name in _PYTHON_VARIABLES or name.startswith(("RAY_", "CONDA_", "_CE_", OVERLAY_VARIABLE))
 
 
 def _overlay_value(metrics: StepMetrics, name: str) -> float | None:

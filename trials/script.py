@@ -8,6 +8,7 @@ its overrides written there or in arrays. What cannot be understood is refused w
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +68,7 @@ class TrainScript:
         self._statements = read_statements(text)
         self.command = _find_command(text, self._statements)
         self._arguments = _arguments_of(self.command)
-        self.flags: dict[str, str] = {}
-        """Hydra's own options: `--config-name` and the like."""
+        self._flags: dict[str, tuple[Word, ...]] = {}
         self._overrides: dict[str, Override] = {}
         for override in self._read_overrides(list(self._arguments)):
             if override.key in self._overrides:
@@ -83,6 +83,11 @@ class TrainScript:
     def overrides(self) -> dict[str, str]:
         """Key → value of every override that sets one, as written."""
         return {key: found.value for key, found in self._overrides.items() if found.value is not None}
+
+    @property
+    def command_line(self) -> int:
+        """The line in which the training command begins."""
+        return self._line(self.command.start)
 
     def line(self, key: str) -> int | None:
         """The line in which a key is set; None when the script does not set it."""
@@ -126,13 +131,40 @@ class TrainScript:
         items = re.findall(r"\s*('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[^,\[\]'\"]+)\s*(?:,|$)", value[1:-1])
         return [parse_value(item.strip()) for item in items]
 
-    def arguments(self, environment: Mapping[str, str] | None = None) -> list[str]:
-        """The overrides as the training program gets them, variables expanded.
+    def arguments(self, environment: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
+        """The overrides as the training program gets them, and why each of the others cannot be told."""
+        known, reasons = [], []
+        for override in self._overrides.values():
+            try:
+                known.append(self._expand(override, environment))
+            except ScriptError as error:
+                reasons.append(str(error))
+        return known, reasons
+
+    def flags(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Hydra's own options, `--config-name` and the like; those whose value cannot be told are left out."""
+        found = {}
+        for name, words in self._flags.items():
+            with suppress(UnknownValue):
+                value = self._variables(environment).expand(words[-1])
+                found[name] = value.partition("=")[2] if len(words) == 1 else value
+        return found
+
+    @property
+    def added_keys(self) -> list[str]:
+        """Keys that the script adds to verl's configuration with `+`."""
+        return [override.key for override in self._overrides.values() if override.prefix == "+"]
+
+    def variable(self, name: str, environment: Mapping[str, str] | None = None) -> str | None:
+        """An environment variable as the training command gets it; None when it is not set.
 
         Raises:
-            ScriptError: one of them depends on something that only running the script can tell.
+            ScriptError: it depends on something that only running the script can tell.
         """
-        return [self._expand(override, environment) for override in self._overrides.values()]
+        try:
+            return self._variables(environment).value_at(name, self.command)
+        except UnknownValue as error:
+            raise ScriptError(f"line {self._line(self.command.start)}: {name}: {error}") from None
 
     def working_folder(self, environment: Mapping[str, str] | None = None) -> str | None:
         """Where the script changes to before it trains; None when it stays where it was started.
@@ -226,7 +258,7 @@ class TrainScript:
             word = words.pop(0)
             line = self._line(word.start)
             if flag := _HYDRA_FLAG.fullmatch(word.text):
-                self.flags[flag[1]] = flag[2] if flag[2] is not None or not words else words.pop(0).text
+                self._flags[flag[1]] = (word,) if flag[2] is not None or not words else (word, words.pop(0))
             elif array := _ARRAY_USE.fullmatch(word.text):
                 yield from self._read_overrides(self._elements(array[1], word))
             elif match := _OVERRIDE.fullmatch(word.text) or _REMOVAL.fullmatch(word.text):
@@ -283,7 +315,10 @@ class TrainScript:
 
 
 def quote_value(value: OverrideValue) -> str:
-    """A value in Hydra's override grammar: numbers, true/false, null and plain words bare, other text single-quoted."""
+    """A value in Hydra's override grammar: numbers, true/false, null and plain words bare, other text single-quoted.
+
+    `${` is escaped, so that nothing is interpolated.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -295,7 +330,8 @@ def quote_value(value: OverrideValue) -> str:
     )
     if is_plain:
         return value
-    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value)) + "'"
+    quoted = re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", value))
+    return "'" + re.sub(r"(\\*)\$\{", r"\1\1\\${", quoted) + "'"
 
 
 def parse_value(value: str) -> str:
@@ -304,7 +340,7 @@ def parse_value(value: str) -> str:
         return value
     quote = value[0]
     body = re.sub(rf"(\\*)\1\\{quote}", rf"\1{quote}", value[1:-1])
-    return re.sub(r"(\\+)\1$", r"\1", body)
+    return re.sub(r"(\\*)\1\\\$\{", r"\1${", re.sub(r"(\\+)\1$", r"\1", body))
 
 
 def differing_overrides(before: str, after: str) -> dict[str, tuple[str | None, str | None]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trials.shell import LOOPS, Part, ScriptError, Statement, Word, line_of, read_parts, read_statements
+from trials.shell import LOOPS, Part, Statement, Word, line_of, read_parts, read_statements
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _PARAMETER = re.compile(r"(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:(?P<rule>:?[-=?+])(?P<word>.*))?", re.DOTALL)
@@ -86,6 +86,20 @@ class Variables:
             target = self.expand(targets[0]) if targets else self._environment.get("HOME", "")
             folder = os.path.normpath(os.path.join(folder or "", target))
         return folder
+
+    def value_at(self, name: str, command: Statement) -> str | None:
+        """A variable as a command gets it, assignments in front of the command included.
+
+        Raises:
+            UnknownValue: it depends on something that only running the script can tell.
+        """
+        for word in command.words:
+            match = _ASSIGNMENT.match(word.text)
+            if match is None:
+                break
+            if match["name"] == name:
+                return "".join(self._expand_part(part, word.start) for part in _without(word.parts, match.end()))
+        return self._value(name, command.start)
 
     # ---- names ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +197,7 @@ class Variables:
         """`cd … && pwd`, `dirname …`, `realpath …`: how scripts find their folder. Nothing else is evaluated."""
         folder: str | None = None
         for statement in read_statements(command):
-            program, *rest = [word.text for word in statement.words]
+            program = statement.words[0].text
             arguments = [word for word in statement.words[1:] if not re.fullmatch(r"--|-[PLfe]", word.text)]
             if program == "cd" and len(arguments) == 1:
                 folder = self._path(arguments[0], position)
