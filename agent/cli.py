@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.rehearse:
         from agent.rehearsal import rehearse
 
-        print(rehearse(config, folder))
+        rehearse(config, folder)
         return
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)

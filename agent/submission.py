@@ -100,19 +100,24 @@ def merge_checkpoint(workspace: Workspace, actor: Path, target: Path, *, log: Pa
     """
     staging = target.with_name(target.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
-    command = ["python3", str(workspace.merger), "--local_dir", str(actor)]
-    takes_target = "--target_dir" in workspace.merger.read_text(errors="replace")
-    if takes_target:
-        command += ["--target_dir", str(staging)]
+    command = merge_command(workspace, actor, staging)
     environment = {"PYTHONPATH": str(workspace.verl)}
     run(command, what="the merge", log=log, cwd=workspace.verl, timeout_s=_MERGE_LIMIT_S, environment=environment)
-    if not takes_target:
+    if "--target_dir" not in command:
         shutil.copytree(actor / "huggingface", staging)
     problem = find_model_problem(staging, workspace.base_model)
     if problem:
         raise StageError(f"the merged model at {staging} cannot be used: {problem}; see {log}")
     shutil.rmtree(target, ignore_errors=True)
     staging.rename(target)
+
+
+def merge_command(workspace: Workspace, actor: Path, target: Path) -> list[str]:
+    """The merger's command line; without `--target_dir` where this merger has no such option."""
+    command = ["python3", str(workspace.merger), "--local_dir", str(actor)]
+    if "--target_dir" in workspace.merger.read_text(errors="replace"):
+        command += ["--target_dir", str(target)]
+    return command
 
 
 # ---- inference --------------------------------------------------------------------------------------------------------
@@ -130,7 +135,7 @@ def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path,
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     restore_outputs(workspace)
-    command = ["bash", str(workspace.inference_script), str(model)]
+    command = inference_command(workspace, model)
     if not _knows_output_dir(workspace):
         _move_files(workspace.outputs, workspace.outputs / _HELD)
     try:
@@ -143,6 +148,11 @@ def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path,
     missing = [name for name in (RESULTS, LOGITS) if not (target / name).exists()]
     if missing:
         raise StageError(f"inference.sh ended well but left no {' and no '.join(missing)} in {target}; see {log}")
+
+
+def inference_command(workspace: Workspace, model: Path) -> list[str]:
+    """The command line of one inference."""
+    return ["bash", str(workspace.inference_script), str(model)]
 
 
 def restore_outputs(workspace: Workspace) -> None:

@@ -98,6 +98,11 @@ class TrialSpec:
         return Path(self.folder) / "overlay"
 
     @property
+    def attempt_tag(self) -> str:
+        """Marks all processes of the attempt."""
+        return f"{self.run_tag}/{self.trial}/{self.attempt}"
+
+    @property
     def ray_tmpdir(self) -> Path:
         """A private folder for the trial's own Ray; the guard removes it."""
         return trial_scratch(self.run_tag, self.trial, self.attempt)
@@ -170,7 +175,7 @@ class Attempt:
         spec, folder = self.spec, self.spec.attempt_folder
         folder.mkdir(parents=True, exist_ok=True)
         Path(spec.cwd).mkdir(parents=True, exist_ok=True)
-        environment = {**build_environment(spec, os.environ), ATTEMPT_TAG: self._attempt_tag()}
+        environment = build_environment(spec, os.environ)
         for path in (Path(spec.script_path), folder / "train.sh"):
             path.write_text(spec.script)
             path.chmod(0o755)
@@ -195,14 +200,11 @@ class Attempt:
         if self._guarded is not None:
             self._guarded.close()
             if self._guarded.poll() == -signal.SIGKILL:  # the guard itself was killed, or its command
-                sweep(self._attempt_tag(), variable=ATTEMPT_TAG)
+                sweep(self.spec.attempt_tag, variable=ATTEMPT_TAG)
                 shutil.rmtree(self.spec.ray_tmpdir, ignore_errors=True)
             self._guarded = None
         if not self.spec.keep_script:
             Path(self.spec.script_path).unlink(missing_ok=True)
-
-    def _attempt_tag(self) -> str:
-        return f"{self.spec.run_tag}/{self.spec.trial}/{self.spec.attempt}"
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -363,6 +365,7 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
     the virtual environment of the agent must not reach a training environment of its own.
     """
     environment = child_environment(inherited, spec.training_env, spec.run_tag)
+    environment[ATTEMPT_TAG] = spec.attempt_tag
     environment.update(
         RAY_ADDRESS="local",
         RAY_TMPDIR=str(spec.ray_tmpdir),

@@ -19,12 +19,14 @@ HERE = Path(__file__).resolve().parent
 GRADING = HERE.parent / "grading.py"
 BASE_MODEL = "tiny-qwen2"
 DATASET = "math.8k"
+_NO_CACHES = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
-def build_workspace(target: Path) -> Path:
+def build_workspace(target: Path, verl: Path | None = None) -> Path:
     """Create the workspace at ``target``, completely or not at all, and return its absolute path.
 
-    Refuses a target that exists and is not an empty folder (FileExistsError).
+    ``verl`` is the package folder to copy; by default the one installed beside this module. Refuses a target that exists
+    and is not an empty folder (FileExistsError), and a missing verl (ModuleNotFoundError).
     """
     target = target.absolute()
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
@@ -32,7 +34,7 @@ def build_workspace(target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _fill(unfinished)
+        _fill(unfinished, verl or _installed("verl"))
         unfinished.chmod(0o755)  # mkdtemp's folders are private
         os.rename(unfinished, target)  # replaces an empty folder
     except BaseException:
@@ -41,8 +43,9 @@ def build_workspace(target: Path) -> Path:
     return target
 
 
-def _fill(root: Path) -> None:
-    _copy_repository(root / "task" / "repositories" / "verl")
+def _fill(root: Path, verl: Path) -> None:
+    _copy_repository(root / "task" / "repositories" / "verl", verl)
+    shutil.copytree(_installed("verl_overlay"), root / "task" / "plugins" / "verl_overlay", ignore=_NO_CACHES)
     _copy_scripts(root / "task" / "scripts")
     datasets = root / "data" / "datasets" / DATASET
     datasets.mkdir(parents=True)
@@ -51,10 +54,9 @@ def _fill(root: Path) -> None:
     (root / "data" / "outputs").mkdir()
 
 
-def _copy_repository(repository: Path) -> None:
-    """The installed verl package and the merger script, laid out like verl's git repository."""
-    no_caches = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(_installed_verl(), repository / "verl", ignore=no_caches)
+def _copy_repository(repository: Path, verl: Path) -> None:
+    """verl's package and the merger script, laid out like verl's git repository."""
+    shutil.copytree(verl, repository / "verl", ignore=_NO_CACHES)
     (repository / "scripts").mkdir()
     shutil.copy(HERE / "model_merger.py", repository / "scripts")
 
@@ -68,11 +70,11 @@ def _copy_scripts(scripts: Path) -> None:
         script.chmod(0o755)
 
 
-def _installed_verl() -> Path:
-    """Where the verl package lies, found without importing it."""
-    spec = find_spec("verl")
+def _installed(package: str) -> Path:
+    """Where a package lies, found without importing it."""
+    spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the embedded workspace needs verl 0.9.1; install the 'embedded' extra")
+        raise ModuleNotFoundError(f"the embedded workspace needs {package}; install the 'embedded' extra (verl 0.9.1)")
     return Path(spec.origin).parent
 
 
