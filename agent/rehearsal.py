@@ -169,13 +169,21 @@ def _render_commands(pipeline: Pipeline) -> list[str]:
         _render_trial(f"3. SEARCH, first trial ({preset or 'sampled'})", first, workspace, common),
         "\n".join(["  first the published points, then points that the sampler chooses:", *presets, ""]),
         _render_trial("4. FULL RUN (the promoted configuration is baked into core_algos.py)", full, workspace, common),
-        _render_program("5. MERGE (the model is checked, then renamed to model/)", merge_command(workspace, actor, model.with_name("model.partial")), workspace.verl, child,
-                        {"PYTHONPATH": str(workspace.verl)}),
-        _render_program("6. INFERENCE", inference_command(workspace, model), workspace.scripts, child,
-                        {"OUTPUT_DIR": str(model.with_name("results"))}),
+        _render_program(
+            "5. MERGE (the model is checked, then renamed to model/)",
+            merge_command(workspace, actor, model.with_name("model.partial")),
+            workspace.verl,
+            {**child, "PYTHONPATH": str(workspace.verl)},
+        ),
+        _render_program(
+            "6. INFERENCE",
+            inference_command(workspace, model),
+            workspace.scripts,
+            {**child, "OUTPUT_DIR": str(model.with_name("results"))},
+        ),
         f"7. PUBLICATION\n  both validated files to {workspace.outputs}; what lies there moves to "
         f"{folder.submission / 'previous_1'}\n",
-    ]  # fmt: skip
+    ]
 
 
 def _render_overlay(workspace: Workspace, folder: RunFolder) -> str:
@@ -195,11 +203,8 @@ def _render_trial(title: str, spec: TrialSpec, workspace: Workspace, compared_wi
     )
 
 
-def _render_program(
-    title: str, command: list[str], folder: Path, environment: Mapping[str, str], added: Mapping[str, str]
-) -> str:
-    changes = _changes(os.environ, {**environment, **added})
-    return "\n".join([title, f"  {_command(command, folder)}", *changes, ""])
+def _render_program(title: str, command: list[str], folder: Path, environment: Mapping[str, str]) -> str:
+    return "\n".join([title, f"  {_command(command, folder)}", *_changes(os.environ, environment), ""])
 
 
 def _command(command: Sequence[str], folder: Path) -> str:
