@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from eight_gpus import build_eight_gpu_workspace
 
 from agent.config import AgentConfig, load_config
 from agent.errors import PreflightError
@@ -16,6 +15,7 @@ from agent.ledger import Ledger
 from agent.pipeline import Pipeline
 from agent.rehearsal import rehearse
 from agent.run_folder import RunFolder
+from eight_gpus import build_eight_gpu_workspace
 from trials.runner import build_environment
 
 ROOT = Path(__file__).parents[2]
