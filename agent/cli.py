@@ -213,9 +213,29 @@ def _create_embedded_workspace(config: "AgentConfig") -> None:
 
     print(f"creating the embedded workspace in {config.workspace}", flush=True)
     try:
-        build_workspace(config.workspace)
+        build_workspace(config.workspace, _verl_of_training_environment(config))
     except (ModuleNotFoundError, FileExistsError) as error:
         raise PreflightError(str(error)) from None
+
+
+def _verl_of_training_environment(config: "AgentConfig") -> Path | None:
+    """verl's package folder in the training environment; None when that is the agent's own."""
+    import os
+
+    from agent.errors import PreflightError
+    from trials.environment import EnvironmentUnusable, read_training_environment
+    from trials.runner import child_environment
+
+    prefix = config.training_prefix()
+    if prefix is None:
+        return None
+    try:
+        environment = read_training_environment(child_environment(os.environ, prefix, run_tag=""), Path("/"))
+    except EnvironmentUnusable as error:
+        raise PreflightError(str(error)) from None
+    if environment.core_algos is None:
+        raise PreflightError(f"{prefix} has no verl; install verl==0.9.1 there or set another training_env")
+    return environment.core_algos.parents[2]
 
 
 def _lock_run(locks: ExitStack, folder: "RunFolder") -> None:
