@@ -51,8 +51,11 @@ def check_training(workspace: Workspace, prefix: str | None, asked: Mapping[str,
         return TrainingCheck(None, [*results, CheckResult("training environment", "unusable", str(error))])
     results.append(CheckResult("training environment", describe(environment)))
     results.append(_check_verl_in_use(workspace, script, environment, inherited))
-    results += _check_configuration(script, environment, asked, unknown)
-    results.append(_check_batches(script, environment, arguments))
+    if _is_certain(workspace, environment):
+        results += _check_configuration(script, environment, asked, unknown)
+    else:
+        results.append(CheckResult("verl's configuration", "not composed: it is not certain which verl is in use"))
+    results.append(_check_batches(environment, arguments))
     return TrainingCheck(environment, results)
 
 
@@ -89,6 +92,8 @@ def _check_verl_in_use(
 ) -> CheckResult:
     """The overlay acts in the workspace's verl: it must be the one that train.sh imports."""
     name, seen = "verl in use", environment.core_algos
+    if other := script.other_python():
+        return CheckResult(name, f"not known before the first step: {other} may choose another Python")
     try:
         script.variable("PYTHONPATH", inherited)
     except ScriptError as error:
@@ -110,6 +115,12 @@ def _check_verl_in_use(
     return CheckResult(name, str(seen))
 
 
+def _is_certain(workspace: Workspace, environment: TrainingEnvironment) -> bool:
+    """Whether the verl that was asked is the workspace's, which train.sh is to run."""
+    seen = environment.core_algos
+    return seen is not None and seen.resolve() == workspace.core_algos.resolve()
+
+
 def _check_configuration(
     script: TrainScript, environment: TrainingEnvironment, asked: Mapping[str, OverrideValue], unknown: list[str]
 ) -> list[CheckResult]:
@@ -128,7 +139,7 @@ def _check_configuration(
     return results
 
 
-def _check_batches(script: TrainScript, environment: TrainingEnvironment, arguments: list[str]) -> CheckResult:
+def _check_batches(environment: TrainingEnvironment, arguments: list[str]) -> CheckResult:
     effective = environment.configuration
     settings: dict[str, Any] = dict(argument.lstrip("+").split("=", 1) for argument in arguments if "=" in argument)
     if effective is not None and effective.values:

@@ -159,13 +159,17 @@ class Workspace:
         return frequency
 
     def full_run_checkpoints(self, cwd: Path) -> Path:
-        """Where the full run's checkpoints land when train.sh runs in `cwd`."""
+        """Where the full run's checkpoints land when train.sh is started in `cwd`."""
         folder = self.setting("trainer.default_local_dir")
         if folder is None:
             project = self.setting("trainer.project_name") or "verl_examples"
             experiment = self.setting("trainer.experiment_name") or "gsm8k"
             folder = f"checkpoints/{project}/{experiment}"
-        return cwd / folder
+        try:
+            changed_to = self.script.working_folder(os.environ)
+        except ScriptError as error:
+            raise PreflightError(f"{self.train_script}: {error}") from None
+        return Path(cwd, changed_to or "", folder)
 
     def dev_rows(self) -> dict[str, int]:
         """Dev data source → number of rows."""
@@ -298,15 +302,16 @@ def _kinds_of_answers(path: Path) -> str:
 def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
     """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
     name = "checkpoint folder"
+    started_in = Path("/run")
     try:
-        folder = workspace.setting("trainer.default_local_dir")
+        folder = workspace.full_run_checkpoints(started_in)
     except PreflightError as error:
         return CheckResult(name, "unknown", str(error))
-    if folder is None or not Path(folder).is_absolute():
+    if folder.is_relative_to(started_in):
         return CheckResult(name, "in the run's folder")
-    if read_checkpoints(Path(folder)):
+    if read_checkpoints(folder):
         return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
-    return CheckResult(name, folder)
+    return CheckResult(name, str(folder))
 
 
 def _check_model(workspace: Workspace) -> CheckResult:
@@ -461,9 +466,9 @@ def forbidden_changes(workspace: Workspace, changed: list[str], generated: list[
 
     Allowed are core_algos.py, data/outputs/, generated scripts and the folder into which train.sh itself saves.
     """
-    saves = workspace.setting("trainer.default_local_dir")
-    if saves and Path(saves).is_relative_to(workspace.root):
-        inside = str(Path(saves).relative_to(workspace.root)) + "/"
+    saves = workspace.full_run_checkpoints(Path("/"))
+    if saves.is_relative_to(workspace.root):
+        inside = str(saves.relative_to(workspace.root)) + "/"
         changed = [path for path in changed if not path.startswith(inside)]
     allowed = {str(workspace.core_algos.relative_to(workspace.root)), *generated}
     outputs = str(workspace.outputs.relative_to(workspace.root)) + "/"

@@ -38,6 +38,8 @@ _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _BARE = re.compile(r"[A-Za-z0-9_./:@-]+")
 _ELSEWHERE = frozenset({"ssh", "srun", "sbatch", "docker", "kubectl"})
 _MENTIONS_ONLY = frozenset({"echo", "printf", ":", "pkill", "pgrep", "grep"})
+_PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?|torchrun|exec|env|nohup|time|-u|-m|\w+=.*", re.DOTALL)
+_CHOOSES_PYTHON = frozenset({"source", ".", "conda", "mamba", "micromamba", "pyenv", "module"})
 _PATH_KEYS = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
 
 
@@ -165,6 +167,21 @@ class TrainScript:
             return self._variables(environment).value_at(name, self.command)
         except UnknownValue as error:
             raise ScriptError(f"line {self._line(self.command.start)}: {name}: {error}") from None
+
+    def other_python(self) -> str | None:
+        """What may let the command run another Python than the first on the inherited PATH; None when nothing does."""
+        for statement in self._statements:
+            if statement is self.command:
+                break
+            first = statement.words[0].text
+            sets_path = any(word.text.startswith("PATH=") for word in statement.words[:2])
+            if first in _CHOOSES_PYTHON or sets_path:
+                return f"line {self._line(statement.start)}: `{' '.join(word.text for word in statement.words)}`"
+        front = self.command.words[: len(self.command.words) - len(self._arguments) - 1]
+        other = next(
+            (word for word in front if not _PYTHON.fullmatch(word.text) or word.text.startswith("PATH=")), None
+        )
+        return f"line {self._line(other.start)}: `{other.text}`" if other else None
 
     def working_folder(self, environment: Mapping[str, str] | None = None) -> str | None:
         """Where the script changes to before it trains; None when it stays where it was started.
