@@ -38,7 +38,7 @@ _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 _BARE = re.compile(r"[A-Za-z0-9_./:@-]+")
 _ELSEWHERE = frozenset({"ssh", "srun", "sbatch", "docker", "kubectl"})
 _MENTIONS_ONLY = frozenset({"echo", "printf", ":", "pkill", "pgrep", "grep"})
-_PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?|torchrun|exec|env|nohup|time|-u|-m|\w+=.*", re.DOTALL)
+_PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?|torchrun|exec|env|nohup|time|-\S*|\w+=.*", re.DOTALL)
 _CHOOSES_PYTHON = frozenset({"source", ".", "conda", "mamba", "micromamba", "pyenv", "module"})
 _PATH_KEYS = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.errors import PreflightError
+from agent.config import load_config
+from agent.errors import ConfigError, PreflightError
 from agent.training import check_training
 from agent.workspace import CheckResult, Workspace, forbidden_changes
 from eight_gpus import build_eight_gpu_workspace
@@ -145,6 +146,16 @@ def test_an_environment_without_hydra_or_python_is_told(root: Path, tmp_path: Pa
     results = check_training(Workspace(root), str(prefix), ASKED)
     assert results.environment is None and results.results[-1].problem is not None
     assert "cannot be asked" in results.results[-1].problem
+
+
+def test_a_relative_training_environment_is_found_from_anywhere(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    prefix = load_config(None, ["training_env=conda", f"workspace={root}"]).training_prefix()
+    assert prefix == str(tmp_path / "conda") == load_config(None, [f"workspace={root}"]).training_prefix()
+    with pytest.raises(ConfigError, match=r"training_env .*/data has no bin/python3; name the folder of a venv"):
+        load_config(None, ["training_env=data"]).training_prefix()
 
 
 def test_checkpoints_land_where_the_script_changes_to(root: Path) -> None:

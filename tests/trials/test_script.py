@@ -236,6 +236,29 @@ def test_relative_paths_are_reported_unless_the_script_changes_to_a_folder() -> 
     assert "changed under a condition in line 1" in problem
 
 
+@pytest.mark.parametrize(
+    ("front", "is_other"),
+    [
+        ("python -u -m", False), ("python3 -m", False), ("torchrun --standalone --nproc_per_node=1 -m", False),
+        ("exec python3 -m", False), ("A=1 B='x y' python3 -m", False), ("env A=1 python3 -m", False),
+        ("set -x; time python3 -m", False), ("true && nohup python3 -m", False), ("! python3 -m", False),
+        ("if python3 -m", False), ("uv run --no-sync python -m", True), ('"${LAUNCH[@]}" -m', True),
+        ("PATH=$PATH:/x python3 -m", True), ("source /dev/null\npython3 -m", True),
+    ],
+)  # fmt: skip
+def test_whatever_stands_in_front_of_the_module(front: str, is_other: bool, tmp_path: Path) -> None:
+    end = "; then true; fi" if front.startswith("if") else " |& tee log"
+    text = f"LAUNCH=(python3)\n{front} verl.trainer.main_ppo a=1 'b=x y'{end}\n"
+    assert run_in_bash(text, tmp_path)[0] == ["a=1", "b=x y"]
+    script = TrainScript(text)
+    assert script.arguments() == (["a=1", "b=x y"], []) and (script.other_python() is not None) == is_other
+
+
+def test_a_script_may_be_called_by_its_path_in_the_checkout(tmp_path: Path) -> None:
+    text = "python3 /w/verl/trainer/main_ppo.py a=1 b=2\n"
+    assert run_in_bash(text, tmp_path)[0] == ["a=1", "b=2"] == TrainScript(text).arguments()[0]
+
+
 # ---- refusals ---------------------------------------------------------------------------------------------------------
 
 RUN = "python3 -m verl.trainer.main_ppo"
