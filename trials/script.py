@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trials.shell import LOOPS, ScriptError, Statement, Word, line_of, read_statements
@@ -54,6 +54,8 @@ class Override:
     prefix: str
     """`+` adds a key, `++` adds or changes one, `~` removes one."""
     word: Word
+    is_conditional: bool
+    """In an array that is set under a condition: whether it holds cannot be told."""
 
 
 class TrainScript:
@@ -73,18 +75,19 @@ class TrainScript:
         self._flags: dict[str, tuple[Word, ...]] = {}
         self._overrides: dict[str, Override] = {}
         for override in self._read_overrides(list(self._arguments)):
-            if override.key in self._overrides:
-                first = self._overrides[override.key].line
+            first = self._overrides.get(override.key)
+            if first is not None and not (first.is_conditional or override.is_conditional):
                 raise ScriptError(
-                    f"line {override.line}: {override.key} is set again (first in line {first}); keep one of them"
+                    f"line {override.line}: {override.key} is set again (first in line {first.line}); keep one of them"
                 )
-            self._overrides[override.key] = override
+            self._overrides[override.key] = replace(override, is_conditional=True) if first else override
         self._refuse_strays()
 
     @property
     def overrides(self) -> dict[str, str]:
-        """Key → value of every override that sets one, as written."""
-        return {key: found.value for key, found in self._overrides.items() if found.value is not None}
+        """Key → value of every override that certainly sets one, as written."""
+        certain = [found for found in self._overrides.values() if not found.is_conditional]
+        return {found.key: found.value for found in certain if found.value is not None}
 
     @property
     def command_line(self) -> int:
@@ -224,6 +227,8 @@ class TrainScript:
                 )
 
     def _expand(self, override: Override, environment: Mapping[str, str] | None) -> str:
+        if override.is_conditional:
+            raise ScriptError(f"line {override.line}: {override.key} is set under a condition; set it outside")
         try:
             return self._variables(environment).expand(override.word)
         except UnknownValue as error:
@@ -238,7 +243,7 @@ class TrainScript:
         """The script with these overrides changed where they stand, or added behind the last argument.
 
         Raises:
-            ScriptError: a key that the script removes with `~`.
+            ScriptError: a key that the script removes with `~` or sets under a condition.
         """
         edits: list[tuple[int, int, str]] = []
         added: list[str] = []
@@ -249,6 +254,10 @@ class TrainScript:
                 added.append(argument)
             elif found.value is None or found.prefix == "~":
                 raise ScriptError(f"line {found.line}: {key} is removed with ~; the agent has to set it")
+            elif found.is_conditional:
+                raise ScriptError(
+                    f"line {found.line}: {key} is set under a condition; the agent has to set it, set it outside"
+                )
             else:
                 edits.append((found.word.start, found.word.end, found.prefix + argument))
         if added:
@@ -270,37 +279,38 @@ class TrainScript:
     def _line(self, position: int) -> int:
         return line_of(self.text, position)
 
-    def _read_overrides(self, words: list[Word]) -> Iterator[Override]:
+    def _read_overrides(self, words: list[Word], is_conditional: bool = False) -> Iterator[Override]:
         while words:
             word = words.pop(0)
             line = self._line(word.start)
             if flag := _HYDRA_FLAG.fullmatch(word.text):
                 self._flags[flag[1]] = (word,) if flag[2] is not None or not words else (word, words.pop(0))
             elif array := _ARRAY_USE.fullmatch(word.text):
-                yield from self._read_overrides(self._elements(array[1], word))
+                for elements, may_be in self._elements(array[1], word):
+                    yield from self._read_overrides(elements, is_conditional or may_be)
             elif match := _OVERRIDE.fullmatch(word.text) or _REMOVAL.fullmatch(word.text):
                 self._refuse_braces(word)
-                yield Override(match["key"], match["value"], line, match["prefix"], word)
+                yield Override(match["key"], match["value"], line, match["prefix"], word, is_conditional)
             elif not (_PASSED_ON.fullmatch(word.text) or self._is_empty_variable(word)):
                 raise ScriptError(
                     f"line {line}: `{self.text[word.start : word.end]}` is not an override (key=value), an array of "
                     'overrides ("${NAME[@]}") or "$@"; write it as one of them'
                 )
 
-    def _elements(self, name: str, use: Word) -> list[Word]:
-        """The words of an array of overrides where it is used."""
+    def _elements(self, name: str, use: Word) -> Iterator[tuple[list[Word], bool]]:
+        """The words of an array of overrides where it is used, and whether they depend on a condition."""
         line = self._line(use.start)
         found = find_array(name, self._statements, use.start)
         if not found:
             raise ScriptError(f"line {line}: the array {name} is not set in the script; write {name}=( … ) before")
+        is_replaced = any(assignment.is_conditional and not assignment.appends for assignment in found)
         for assignment in found:
-            if assignment.is_conditional or assignment.word.elements is None:
+            if assignment.word.elements is None:
                 where = self._line(assignment.word.start)
-                reason = "under a condition" if assignment.is_conditional else "as plain text"
                 raise ScriptError(
-                    f"line {where}: the array {name}, used in line {line}, is set {reason}; set it as {name}=( … ) outside"
+                    f"line {where}: {name}, used as an array in line {line}, is set as plain text; write {name}=( … )"
                 )
-        return [element for assignment in found for element in assignment.word.elements or ()]
+            yield list(assignment.word.elements), is_replaced or assignment.is_conditional
 
     def _is_empty_variable(self, word: Word) -> bool:
         """`${EXTRA:-}` and the like, which the script itself never sets: nothing, or what a person passes on."""

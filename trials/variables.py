@@ -219,10 +219,10 @@ class Variables:
 
 
 def find_array(name: str, statements: Sequence[Statement], position: int) -> list[Assignment]:
-    """The assignments that make up an array where it is used: the last `NAME=( … )` and every `NAME+=( … )` after it."""
+    """What may make up an array where it is used: its last certain `NAME=( … )`, and every assignment after it."""
     found = [a for s in statements for a in _assignments(s) if a.name == name and a.word.start < position]
     for index in range(len(found) - 1, -1, -1):
-        if not found[index].appends:
+        if not found[index].appends and not found[index].is_conditional:
             return found[index:]
     return found
 

@@ -283,7 +283,7 @@ RUN = "python3 -m verl.trainer.main_ppo"
         (f'CMD="{RUN} a=1"\n$CMD\n', "line 1: the training command is kept in a string"),
         (f"bash -c '{RUN} a=1'\n", "line 1: the training command is kept in a string"),
         (f'{RUN} a=1 \\\n  "${{ARGS[@]}}"\n', "line 2: the array ARGS is not set"),
-        (f'if x; then\n  A=(a=1)\nfi\n{RUN} "${{A[@]}}"\n', "line 2: the array A, used in line 4, is set under a condition"),
+        (f'A=a=1\n{RUN} "${{A[@]}}"\n', "line 1: A, used as an array in line 2, is set as plain text"),
         (f'X="a=1 b=2"\n{RUN} $X\n', r"line 2: `\$X` is not an override"),
         (f"{RUN} a.{{b,c}}=1\n", "line 1: `a.{b,c}=1` is not an override"),
         (f"{RUN} a={{b,c}}\n", "line 1: bash expands the braces"),
@@ -320,6 +320,28 @@ def test_values_that_cannot_be_known_are_refused(front: str, value: str, message
 def test_an_integer_is_required_where_the_agent_plans() -> None:
     with pytest.raises(ScriptError, match="c=x is not an integer"):
         TrainScript(f"{RUN} c=x\n").get_int("c")
+
+
+def test_arrays_that_depend_on_a_condition_are_copied_and_not_touched() -> None:
+    text = f"""A=(a.b=1 c.d=2)
+B=(e.f=1)
+if [ "$DEVICE" = npu ]; then
+  A+=(c.d=3 g.h=4)
+  B=(e.f=2)
+fi
+{RUN} x.y=0 "${{A[@]}}" "${{B[@]}}"
+"""
+    script = TrainScript(text)
+    assert script.overrides == {"a.b": "1", "x.y": "0"}
+    known, reasons = script.arguments()
+    assert sorted(known) == ["a.b=1", "x.y=0"] and len(reasons) == 3
+    rendered = script.render({"a.b": 5, "new.key": 6})
+    assert differing_overrides(text, rendered) == {"a.b": ("1", "5"), "new.key": (None, "6")}
+    for key, line in (("c.d", 4), ("e.f", 5), ("g.h", 4)):
+        with pytest.raises(ScriptError, match=f"line {line}: {key} is set under a condition"):
+            script.get(key)
+        with pytest.raises(ScriptError, match="the agent has to set it, set it outside"):
+            script.render({key: 1})
 
 
 def test_a_removed_key_cannot_be_set() -> None:
