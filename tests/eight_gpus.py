@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from wheels import wheel_tree
 
 from scripted_workspace import INFERENCE_PY, INFERENCE_SH, make_rows
-from wheels import wheel_tree
 
 TRAIN_SH = Path(__file__).parent / "data" / "scripts" / "workspace_8_gpus.sh"
 

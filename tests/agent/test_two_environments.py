@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from wheels import CACHE
 
 from agent.ledger import Ledger
 from trials.embedded.build import build_workspace
-from wheels import CACHE
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from wheels import VERSIONS, wheel_tree
 
 from trials.effective import configuration_problems, nearest_keys, relied_on
 from trials.environment import (
@@ -19,7 +20,6 @@ from trials.environment import (
 )
 from trials.runner import child_environment
 from trials.script import quote_value
-from wheels import VERSIONS, wheel_tree
 
 
 def ask(verl: Path | None = None, *overrides: str, flags: dict[str, str] | None = None) -> TrainingEnvironment:
