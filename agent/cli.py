@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. search.trials=20")
     run.add_argument("--workspace", metavar="DIR", help="root of the task; short for --set workspace=DIR")
     run.add_argument("--name", help="name of the run folder; run-<n> by default")
+    run.add_argument(
+        "--rehearse", action="store_true", help="print commands, environment, script changes and plan; start nothing"
+    )
     run.set_defaults(verb=_run)
 
     doctor = verbs.add_parser(
@@ -112,9 +115,13 @@ def _run(options: argparse.Namespace) -> None:
     from agent.workspace import Workspace, read_manifest
 
     config = _load_config(options)
-    if config.training_env is not None and not (config.training_env / "bin").is_dir():
-        raise ConfigError(f"training_env {config.training_env} has no bin/ folder; name a venv or conda prefix")
+    config.training_prefix()
     folder = new_run_folder(config, options.name)
+    if options.rehearse:
+        from agent.rehearsal import rehearse
+
+        rehearse(config, folder)
+        return
     _create_embedded_workspace(config)
     workspace = Workspace(config.workspace)
     checks = require_healthy(config, workspace)
@@ -288,9 +295,29 @@ def _create_embedded_workspace(config: "AgentConfig") -> None:
 
     print(f"creating the embedded workspace in {config.workspace}", flush=True)
     try:
-        build_workspace(config.workspace)
+        build_workspace(config.workspace, _verl_of_training_environment(config))
     except (ModuleNotFoundError, FileExistsError) as error:
         raise PreflightError(str(error)) from None
+
+
+def _verl_of_training_environment(config: "AgentConfig") -> Path | None:
+    """verl's package folder in the training environment; None when that is the agent's own."""
+    import os
+
+    from agent.errors import PreflightError
+    from trials.environment import EnvironmentUnusable, read_training_environment
+    from trials.runner import child_environment
+
+    prefix = config.training_prefix()
+    if prefix is None:
+        return None
+    try:
+        environment = read_training_environment(child_environment(os.environ, prefix, run_tag=""), Path("/"))
+    except EnvironmentUnusable as error:
+        raise PreflightError(str(error)) from None
+    if environment.core_algos is None:
+        raise PreflightError(f"{prefix} has no verl; install verl==0.9.1 there or set another training_env")
+    return environment.core_algos.parents[2]
 
 
 def _lock_run(locks: ExitStack, folder: "RunFolder") -> None:

@@ -13,6 +13,7 @@ from agent.errors import ConfigError
 from agent.objective import EntropyBand
 from search_spaces.space import SearchSpace, SpaceError, describe_validation, read_space, shipped_space
 from search_spaces.strict_yaml import YamlError, parse_scalar, read_yaml
+from trials.environment import default_prefix, find_python
 
 
 class _Section(BaseModel):
@@ -110,7 +111,8 @@ class AgentConfig(_Section):
     ray_address: str | None = Field(None, pattern=r"^(auto|[^:/\s]+:\d+)$")
     """`host:port` of a running Ray cluster (or `auto`) that shares this filesystem; by default a Ray of the run's own."""
     training_env: Path | None = None
-    """Prefix of the Python environment that runs verl (a venv or conda prefix); by default the agent's own."""
+    """Prefix of the Python environment that runs verl (a venv or conda prefix), which the agent never changes; by default
+    the workspace's folder `conda` if there is one, else the agent's own."""
     budget: BudgetConfig = BudgetConfig()
     search: SearchConfig = SearchConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -119,6 +121,17 @@ class AgentConfig(_Section):
         """The fields that must not change within a run, flat: dotted name → value."""
         fields = self.model_dump(mode="json")
         return {name: value for name, value in _flatten(fields).items() if name not in _MAY_CHANGE}
+
+    def training_prefix(self) -> str | None:
+        """Prefix of the environment that runs train.sh, merger and inference.sh; None is the agent's own.
+
+        Raises:
+            ConfigError: there is no Python in it.
+        """
+        prefix = self.training_env or default_prefix(self.workspace)
+        if prefix is not None and find_python(prefix) is None:
+            raise ConfigError(f"training_env {prefix} has no bin/python3; name the folder of a venv or a conda prefix")
+        return str(prefix) if prefix else None
 
     def read_space(self) -> SearchSpace:
         """The search space.
@@ -181,6 +194,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> AgentConfig
     except ValidationError as error:
         raise ConfigError(f"{where}: {describe_validation(error)}; see agent/config.py for every key") from None
     absolute = {"workspace": config.workspace.resolve(), "runs": config.runs.resolve()}
+    if config.training_env is not None:
+        absolute["training_env"] = config.training_env.absolute()  # a venv's python is a link that must not be followed
     return config.model_copy(update=absolute)
 
 

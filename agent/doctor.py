@@ -26,14 +26,15 @@ from agent.dataset import (
     check_sample_ids,
     read_dataset,
 )
-from agent.errors import PreflightError
+from agent.errors import ConfigError, PreflightError
 from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
 from agent.merging import find_merger
 from agent.model_files import WeightsError, check_model, count_parameters
 from agent.packages import find_package_version
-from agent.rungs import plan_rungs
+from agent.rungs import plan_rungs, trial_overrides
 from agent.script_checks import check_context, check_prompt_length, check_reward, check_script, known, number
+from agent.training import check_training
 from agent.workspace import Workspace, find_vocabulary, read_text
 from trials.batching import BATCH_DEFAULTS
 from verl_overlay import install
@@ -44,12 +45,18 @@ _STATES = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[re
 
 def check_all(config: AgentConfig, workspace: Workspace, machine: Machine) -> list[CheckResult]:
     """All checks of a run: the workspace, the configuration against it, the machine against both."""
-    results = check_workspace(workspace, config.training_env)
+    results, prefix = [], None
+    try:
+        prefix = config.training_prefix()
+    except ConfigError as error:
+        results.append(CheckResult("training environment", str(config.training_env), str(error)))
+    results += check_workspace(workspace, Path(prefix) if prefix else config.training_env)
     results.append(_check_runs_folder(config.runs))
     rungs, rung_check = _check_rungs(config, workspace)
     results.append(rung_check)
-    if config.training_env is not None:
-        results.append(_check_training_env(config.training_env))
+    if rungs is not None and results[0].name != "training environment":
+        asked = trial_overrides(workspace, rungs, config.runs / "checkpoints")
+        results += check_training(workspace, prefix, asked).results
     return [*results, *check_machine(machine, read_demand(config, workspace, rungs))]
 
 
@@ -191,15 +198,6 @@ def _check_runs_folder(runs: Path) -> CheckResult:
     if not nearest.is_dir() or not _may(nearest, os.W_OK):
         return CheckResult("runs folder", str(runs), f"{nearest} is not a writable folder; chmod it or set runs")
     return CheckResult("runs folder", str(runs))
-
-
-def _check_training_env(prefix: Path) -> CheckResult:
-    python = prefix / "bin" / "python3"
-    if not os.access(python, os.X_OK):
-        return CheckResult(
-            "training environment", str(prefix), f"{python} cannot be executed; name a venv or conda prefix"
-        )
-    return CheckResult("training environment", str(prefix))
 
 
 def _may(path: Path, mode: int) -> bool:

@@ -96,13 +96,12 @@ def merge_checkpoint(verl: Path, base: Path, actor: Path, target: Path, *, log: 
         raise StageError(
             f"{verl} has no merger: neither scripts/model_merger.py nor verl/model_merger/ exists; restore one, then resume"
         )
-    view, staging = target.with_name(f"{target.name}.shards"), target.with_name(f"{target.name}.partial")
+    view, staging = working_folders(target)
     for folder in (view, staging):
         shutil.rmtree(folder, ignore_errors=True)
     _build_view(actor, base, view)
-    environment = {"PYTHONPATH": str(verl), "HF_HUB_OFFLINE": "1"}
     command = merger.command(view, staging)
-    run(command, what="the merge", log=log, cwd=verl, timeout_s=_LIMIT_S, environment=environment)
+    run(command, what="the merge", log=log, cwd=verl, timeout_s=_LIMIT_S, environment=merge_environment(verl))
     if "--target_dir" not in merger.options:
         (view / "huggingface").rename(staging)  # older scripts write beside the shards' configuration
     problem = find_model_problem(staging, base)
@@ -111,6 +110,16 @@ def merge_checkpoint(verl: Path, base: Path, actor: Path, target: Path, *, log: 
     shutil.rmtree(target, ignore_errors=True)
     staging.rename(target)
     shutil.rmtree(view)
+
+
+def working_folders(target: Path) -> tuple[Path, Path]:
+    """Beside the model to come: the view of the checkpoint, and the result until it has been checked."""
+    return target.with_name(f"{target.name}.shards"), target.with_name(f"{target.name}.partial")
+
+
+def merge_environment(verl: Path) -> dict[str, str]:
+    """What a merger gets beside the environment of every program."""
+    return {"PYTHONPATH": str(verl), "HF_HUB_OFFLINE": "1"}
 
 
 def _build_view(actor: Path, base: Path, view: Path) -> None:

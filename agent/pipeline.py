@@ -34,7 +34,7 @@ from agent.promotion import (
 )
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
-from agent.rungs import plan_rungs
+from agent.rungs import plan_rungs, trial_overrides
 from agent.slots import Ask, plan_ask, proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
@@ -60,7 +60,7 @@ from trials.checkpoints import (
 from trials.guard import sweep, sweep_holders
 from trials.health import FailureKind
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, trial_scratch, validations
-from trials.script import OverrideValue, differing_overrides
+from trials.script import differing_overrides
 from verl_overlay import install
 
 if TYPE_CHECKING:
@@ -420,28 +420,30 @@ class Pipeline:
     # ---- trials --------------------------------------------------------------------------------------------------
 
     def prepare(self, trial: str, attempt: int, kind: str, configuration: Configuration) -> TrialSpec:
-        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder; a proxy's
-        also with fewer GPUs."""
+        """The attempt of a short trial, its folder made ready for it."""
         folder = self.folder.trial(trial)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints = folder / "checkpoints"
         resumed_step = repair_tracker(checkpoints) if attempt > 1 else None
+        return self.short_trial(trial, attempt, kind, configuration, resumed_step or 0)
+
+    def short_trial(
+        self, trial: str, attempt: int, kind: str, configuration: Configuration, resumed_step: int = 0
+    ) -> TrialSpec:
+        """The attempt of a short trial: the workspace's script with other test_freq, save_freq and output folder; a proxy's
+        also with fewer GPUs."""
+        checkpoints = self.folder.trial(trial) / "checkpoints"
         if kind == "search":
             schedule: Configuration = {"schedule.steps": float(self.workspace.total_steps)}
             configuration = schedule | self.space.configuration(configuration)
-        every = self.rungs[0]
-        overrides: dict[str, OverrideValue] = {
-            "trainer.test_freq": every, "trainer.save_freq": every, "trainer.default_local_dir": str(checkpoints),
-        }  # fmt: skip
-        if "trainer.max_actor_ckpt_to_keep" in self.workspace.script.overrides:
-            overrides["trainer.max_actor_ckpt_to_keep"] = None  # verl keeps the newest; the agent keeps the best
+        overrides = trial_overrides(self.workspace, self.rungs, checkpoints)
         if kind == "search":
             overrides.update(self._proxy_overrides)
         return TrialSpec(
             script=self.workspace.script.render(overrides),
             script_path=str(self._script_of(trial)),
             configuration=dict(configuration),
-            resumed_step=resumed_step or 0,
+            resumed_step=resumed_step,
             stop_step=self.rungs[-1],
             environment=self._threads(self.slots if kind == "search" else 1),
             **self._common(trial, attempt, configuration),
@@ -468,9 +470,7 @@ class Pipeline:
 
     def _training_env(self) -> str | None:
         """The agent's own is named, too, on a cluster: its nodes may run Ray from another."""
-        if self.config.training_env:
-            return str(self.config.training_env)
-        return sys.prefix if self.config.ray_address else None
+        return self.config.training_prefix() or (sys.prefix if self.config.ray_address else None)
 
     def _threads(self, concurrent: int) -> dict[str, str]:
         """On a machine where the CPU trains, trials side by side share its cores."""
@@ -683,7 +683,9 @@ class Pipeline:
             return self.best_checkpoint()
         return full, choice
 
-    def full_run_spec(self, attempt: int, configuration: Configuration, resumed_step: int = 0) -> TrialSpec:
+    def full_run_spec(
+        self, attempt: int, configuration: Configuration, time_limit_s: float, resumed_step: int = 0
+    ) -> TrialSpec:
         """train.sh itself; only trainer.test_freq differs, and that is checked.
 
         Raises:
@@ -703,7 +705,7 @@ class Pipeline:
             resumed_step=resumed_step,
             stop_step=None,
             keep_script=True,
-            time_limit_s=self.plan().training_ends_s,
+            time_limit_s=time_limit_s,
             environment=self._threads(1),
             **self._common(FULL, attempt, configuration),
         )
@@ -739,7 +741,8 @@ class Pipeline:
                     assert full is not None
                     self._limit_disk(full)
 
-            ended = self._run_attempt(self.full_run_spec(attempt, configuration, resumed_from or 0), tell)
+            limit_s = self.plan().training_ends_s
+            ended = self._run_attempt(self.full_run_spec(attempt, configuration, limit_s, resumed_from or 0), tell)
             self._record_end(FULL, ended)
             bring_back(checkpoints)
             if ended.outcome == "completed":

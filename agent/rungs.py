@@ -1,8 +1,12 @@
-"""The steps at which trials are judged. Pure, apart from what the workspace reads in train.sh."""
+"""The steps at which trials are judged, and what a trial changes in train.sh for it. Pure, apart from reading train.sh."""
+
+from collections.abc import Sequence
+from pathlib import Path
 
 from agent.config import AgentConfig
 from agent.errors import PreflightError
 from agent.workspace import Workspace
+from trials.script import OverrideValue
 
 
 def plan_rungs(config: AgentConfig, workspace: Workspace) -> tuple[int, ...]:
@@ -25,3 +29,15 @@ def plan_rungs(config: AgentConfig, workspace: Workspace) -> tuple[int, ...]:
         steps.append(step)
         step *= factor
     return (*steps, last)
+
+
+def trial_overrides(workspace: Workspace, rungs: Sequence[int], checkpoints: Path) -> dict[str, OverrideValue]:
+    """What a short trial changes in train.sh: it is judged and saved at every rung, in a folder of its own."""
+    overrides: dict[str, OverrideValue] = {
+        "trainer.test_freq": rungs[0],
+        "trainer.save_freq": rungs[0],
+        "trainer.default_local_dir": str(checkpoints),
+    }
+    if "trainer.max_actor_ckpt_to_keep" in workspace.script.overrides:
+        overrides["trainer.max_actor_ckpt_to_keep"] = None  # verl keeps the newest; the agent keeps the best
+    return overrides

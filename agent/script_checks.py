@@ -113,15 +113,16 @@ def _check_schedule(workspace: Workspace) -> list[CheckResult]:
 def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
     """A fixed checkpoint folder must be empty: verl would resume from what lies there."""
     name = "checkpoint folder"
+    started_in = Path("/run")
     try:
-        folder = workspace.setting("trainer.default_local_dir")
+        folder = workspace.full_run_checkpoints(started_in)
     except PreflightError as error:
         return CheckResult(name, "unknown", str(error))
-    if folder is None or not Path(folder).is_absolute():
+    if folder.is_relative_to(started_in):
         return CheckResult(name, "in the run's folder")
-    if read_checkpoints(Path(folder)):
+    if read_checkpoints(folder):
         return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
-    return CheckResult(name, folder)
+    return CheckResult(name, str(folder))
 
 
 def _check_logger(workspace: Workspace) -> CheckResult:

@@ -95,7 +95,7 @@ def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path,
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     restore_outputs(workspace)
-    command = ["bash", str(workspace.inference_script), str(model)]
+    command = inference_command(workspace, model)
     if not _knows_output_dir(workspace):
         _move_files(workspace.outputs, workspace.outputs / _HELD)
     try:
@@ -108,6 +108,11 @@ def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path,
     missing = [name for name in (RESULTS, LOGITS) if not (target / name).exists()]
     if missing:
         raise StageError(f"inference.sh ended well but left no {' and no '.join(missing)} in {target}; see {log}")
+
+
+def inference_command(workspace: Workspace, model: Path) -> list[str]:
+    """The command line of one inference."""
+    return ["bash", str(workspace.inference_script), str(model)]
 
 
 def restore_outputs(workspace: Workspace) -> None:

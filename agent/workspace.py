@@ -68,7 +68,7 @@ class Workspace:
             PreflightError: unreadable or not understood.
         """
         try:
-            return TrainScript(self.train_script.read_text())
+            return TrainScript(self.train_script.read_bytes().decode(), self.scripts)
         except OSError as error:
             raise PreflightError(f"{self.train_script}: {error.strerror}") from None
         except (ScriptError, UnicodeDecodeError) as error:
@@ -88,7 +88,7 @@ class Workspace:
 
     def _read(self, get: Callable[[str, Mapping[str, str]], _Value], key: str) -> _Value:
         try:
-            return get(key, {**os.environ, **self._script_variables()})
+            return get(key, os.environ)
         except ScriptError as error:
             raise PreflightError(f"{self.train_script}: {error}") from None
 
@@ -160,13 +160,17 @@ class Workspace:
         return frequency
 
     def full_run_checkpoints(self, cwd: Path) -> Path:
-        """Where the full run's checkpoints land when train.sh runs in `cwd`."""
+        """Where the full run's checkpoints land when train.sh is started in `cwd`."""
         folder = self.setting("trainer.default_local_dir")
         if folder is None:
             project = self.setting("trainer.project_name") or "verl_examples"
             experiment = self.setting("trainer.experiment_name") or "gsm8k"
             folder = f"checkpoints/{project}/{experiment}"
-        return cwd / folder
+        try:
+            changed_to = self.script.working_folder(os.environ)
+        except ScriptError as error:
+            raise PreflightError(f"{self.train_script}: {error}") from None
+        return Path(cwd, changed_to or "", folder)
 
     def dev_rows(self) -> dict[str, int]:
         """Dev data source → number of rows."""
@@ -174,10 +178,6 @@ class Workspace:
         for file in self.dev_files:
             rows.update(pq.read_table(file, columns=["data_source"]).column("data_source").to_pylist())
         return dict(rows)
-
-    def _script_variables(self) -> dict[str, str]:
-        """Scripts derive their root from their own place with a command; the agent knows the answer."""
-        return {"ROOT": str(self.root), "WORKSPACE": str(self.root), "SCRIPT_DIR": str(self.scripts)}
 
 
 # ---- reads -----------------------------------------------------------------------------------------------------------
@@ -264,9 +264,9 @@ def forbidden_changes(workspace: Workspace, changed: list[str], generated: list[
 
     Allowed are core_algos.py, data/outputs/, generated scripts and the folder into which train.sh itself saves.
     """
-    saves = workspace.setting("trainer.default_local_dir")
-    if saves and Path(saves).is_relative_to(workspace.root):
-        inside = str(Path(saves).relative_to(workspace.root)) + "/"
+    saves = workspace.full_run_checkpoints(Path("/"))
+    if saves.is_relative_to(workspace.root):
+        inside = str(saves.relative_to(workspace.root)) + "/"
         changed = [path for path in changed if not path.startswith(inside)]
     allowed = {str(workspace.core_algos.relative_to(workspace.root)), *generated}
     outputs = str(workspace.outputs.relative_to(workspace.root)) + "/"

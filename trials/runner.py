@@ -34,6 +34,10 @@ OVERLAY_RESUMED_VARIABLE = "VERL_OVERLAY_RESUMED_STEP"
 ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
 
+_PYTHON_VARIABLES = {
+    "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONUSERBASE", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV",
+    "VIRTUAL_ENV_PROMPT",
+}  # fmt: skip
 _POLL_S = 0.1
 _STALL_FACTOR = 20.0
 """So many times the median step without a step line is a stall."""
@@ -98,6 +102,11 @@ class TrialSpec:
     def overlay_folder(self) -> Path:
         """Where the overlay writes its records, those of all attempts."""
         return Path(self.folder) / "overlay"
+
+    @property
+    def attempt_tag(self) -> str:
+        """Marks all processes of the attempt."""
+        return f"{self.run_tag}/{self.trial}/{self.attempt}"
 
     @property
     def ray_tmpdir(self) -> Path:
@@ -168,7 +177,7 @@ class Attempt:
         spec, folder = self.spec, self.spec.attempt_folder
         folder.mkdir(parents=True, exist_ok=True)
         Path(spec.cwd).mkdir(parents=True, exist_ok=True)
-        environment = {**build_environment(spec, os.environ), ATTEMPT_TAG: self._attempt_tag()}
+        environment = build_environment(spec, os.environ)
         for path in (Path(spec.script_path), folder / "train.sh"):
             path.write_text(spec.script)
             path.chmod(0o755)
@@ -193,14 +202,11 @@ class Attempt:
         if self._guarded is not None:
             self._guarded.close()
             if self._guarded.poll() == -signal.SIGKILL:  # the guard itself was killed, or its command
-                sweep(self._attempt_tag(), variable=ATTEMPT_TAG)
+                sweep(self.spec.attempt_tag, variable=ATTEMPT_TAG)
                 shutil.rmtree(self.spec.ray_tmpdir, ignore_errors=True)
             self._guarded = None
         if not self.spec.keep_script:
             Path(self.spec.script_path).unlink(missing_ok=True)
-
-    def _attempt_tag(self) -> str:
-        return f"{self.spec.run_tag}/{self.spec.trial}/{self.spec.attempt}"
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
@@ -355,6 +361,7 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
     the virtual environment of the agent must not reach a training environment of its own.
     """
     environment = child_environment(inherited, spec.training_env, spec.run_tag)
+    environment[ATTEMPT_TAG] = spec.attempt_tag
     environment.update(
         RAY_ADDRESS="local",
         RAY_TMPDIR=str(spec.ray_tmpdir),
@@ -374,20 +381,31 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
 def child_environment(inherited: Mapping[str, str], training_env: str | None, run_tag: str) -> dict[str, str]:
     """What every program of the workspace inherits: nothing that belongs to the agent, its Python or its Ray.
 
+    It is as if the training environment had been activated and the agent's never.
+
     Args:
         inherited: the caller's environment.
         training_env: prefix of the Python environment whose `bin/` comes first on PATH; None is the agent's own.
         run_tag: marks the program as the run's.
     """
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-    foreign = ("RAY_", OVERLAY_VARIABLE)
-    environment = {
-        name: value for name, value in inherited.items() if name not in dropped and not name.startswith(foreign)
-    }
-    prefix = Path(training_env) / "bin" if training_env else Path(sys.executable).parent
-    environment["PATH"] = f"{prefix}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    own = Path(sys.prefix)
+    prefix = Path(training_env) if training_env else own
+    environment = {name: value for name, value in inherited.items() if not _belongs_to_agent(name)}
+    folders = [str(prefix / "bin"), *environment.get("PATH", os.defpath).split(os.pathsep)]
+    if prefix != own:
+        folders = [folder for folder in folders if folder != str(own / "bin")]
+    environment["PATH"] = os.pathsep.join(dict.fromkeys(folders))
+    if (prefix / "conda-meta").is_dir():
+        environment["CONDA_PREFIX"] = str(prefix)
+    elif (prefix / "pyvenv.cfg").is_file():
+        environment["VIRTUAL_ENV"] = str(prefix)
     environment[RUN_TAG] = run_tag
     return environment
+
+
+def _belongs_to_agent(name: str) -> bool:
+    """Variables that describe the agent's Python, its Ray or its overlay."""
+    return name in _PYTHON_VARIABLES or name.startswith(("RAY_", "CONDA_", "_CE_", OVERLAY_VARIABLE))
 
 
 def _overlay_value(metrics: StepMetrics, name: str) -> float | None:

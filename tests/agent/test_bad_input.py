@@ -129,7 +129,7 @@ CONFIGS = [
     ("budget: {total_hours: no}", "budget.total_hours"),
     ("budget: {total_hours: true}", "budget.total_hours"),
     ("seed: 4294967296", "seed"),
-    ("training_env: nowhere", "has no bin/ folder"),
+    ("training_env: nowhere", "has no bin/python3"),
     ("objective: {collapsed: 0.9}", "does not hold"),
     ("search: {trials: 3}\nsearch: {trials: 4}", "line 2: the key 'search' appears twice"),
     ("search: {space: nowhere.yaml}", "nowhere.yaml"),

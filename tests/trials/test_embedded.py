@@ -62,6 +62,7 @@ def test_layout(workspace: Path) -> None:
         *(f"data/datasets/math.8k/{split}.parquet" for split in ("train", "dev", "test")),
     ):
         assert (workspace / name).is_file(), name
+    assert (workspace / "task" / "plugins" / "verl_overlay" / "cpu" / "__init__.py").is_file()
     assert list((workspace / "data" / "outputs").iterdir()) == []
     assert not list(workspace.rglob("__pycache__"))
     assert os.access(workspace / "task" / "scripts" / "train.sh", os.X_OK)
@@ -86,7 +87,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_empty_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "_fill", lambda root: (root / "file").write_text("x"))
+    monkeypatch.setattr(build_module, "_fill", lambda root, verl: (root / "file").write_text("x"))
     target = tmp_path / "workspace"
     target.mkdir()
     assert build_workspace(target) == target

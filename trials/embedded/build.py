@@ -20,14 +20,16 @@ HERE = Path(__file__).resolve().parent
 GRADING = HERE.parent / "grading.py"
 BASE_MODEL = "tiny-qwen2"
 DATASET = "math.8k"
+_NO_CACHES = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
-def build_workspace(target: Path) -> Path:
+def build_workspace(target: Path, verl: Path | None = None) -> Path:
     """Create the workspace at ``target``, completely or not at all, and return its absolute path.
 
-    Refuses a target that exists and is not an empty folder (FileExistsError).
+    ``verl`` is the package folder to copy; by default the one installed beside this module. Refuses a target that exists
+    and is not an empty folder (FileExistsError), and a missing verl (ModuleNotFoundError).
     """
-    return build_folder(target, _fill)
+    return build_folder(target, lambda root: _fill(root, verl or _installed("verl")))
 
 
 def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
@@ -50,8 +52,9 @@ def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     return target
 
 
-def _fill(root: Path) -> None:
-    copy_verl(_installed_verl(), root / "task" / "repositories" / "verl")
+def _fill(root: Path, verl: Path) -> None:
+    copy_verl(verl, root / "task" / "repositories" / "verl")
+    shutil.copytree(_installed("verl_overlay"), root / "task" / "plugins" / "verl_overlay", ignore=_NO_CACHES)
     _copy_scripts(root / "task" / "scripts")
     datasets = root / "data" / "datasets" / DATASET
     datasets.mkdir(parents=True)
@@ -62,8 +65,7 @@ def _fill(root: Path) -> None:
 
 def copy_verl(package: Path, repository: Path) -> None:
     """A verl package and a merger script that calls its merger, laid out like verl's git repository."""
-    no_caches = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(package, repository / "verl", ignore=no_caches)
+    shutil.copytree(package, repository / "verl", ignore=_NO_CACHES)
     (repository / "scripts").mkdir()
     shutil.copy(HERE / "model_merger.py", repository / "scripts")
 
@@ -77,11 +79,11 @@ def _copy_scripts(scripts: Path) -> None:
         script.chmod(0o755)
 
 
-def _installed_verl() -> Path:
-    """Where the verl package lies, found without importing it."""
-    spec = find_spec("verl")
+def _installed(package: str) -> Path:
+    """Where a package lies, found without importing it."""
+    spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the embedded workspace needs verl 0.9.1; install the 'embedded' extra")
+        raise ModuleNotFoundError(f"the embedded workspace needs {package}; install the 'embedded' extra (verl 0.9.1)")
     return Path(spec.origin).parent
 
 

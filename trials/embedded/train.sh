@@ -10,11 +10,12 @@ set -euo pipefail
 # <workspace>/task/scripts/train.sh: every path hangs on the place of this file, none on the current folder.
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 VERL="$ROOT/task/repositories/verl"
+PLUGINS="$ROOT/task/plugins"                      # what lets verl train without accelerators
 DATA="$ROOT/data/datasets/math.8k"
 BASE="$ROOT/data/checkpoints/tiny-qwen2"
 REWARD="$ROOT/task/scripts/reward.py"
 
-export PYTHONPATH="$VERL${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$VERL:$PLUGINS${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1
 export TOKENIZERS_PARALLELISM=false
 export RAY_DEDUP_LOGS=0
