@@ -252,10 +252,10 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     # ---- called by Tune ------------------------------------------------------------------------------------------
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """The next attempt, as Tune's config; None when no more may start."""
+    def suggest(self, trial_id: str) -> dict[str, Any] | str:
+        """The next attempt, as Tune's config; FINISHED when no more may start: for None, Tune would ask again for ever."""
         if self.is_broken or self._must_stop():
-            return None
+            return str(self.FINISHED)
         super().suggest(trial_id)
         chosen = self._ot_trials[trial_id]
         name = chosen.user_attrs.get("trial")

@@ -61,6 +61,14 @@ def processes_of(run: Path) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> bytes:
+    """As /proc shows it, empty for a process that has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -269,7 +277,13 @@ def test_a_killed_tune_worker_costs_one_trial_and_leaves_nothing(workspace: Path
         command("--set", "search.trials=4"), cwd=folder, env=agent_environment(step_s=0.3), stdout=subprocess.DEVNULL
     )
     wait_until(lambda: (run / "ledger.jsonl").exists() and count(run, "trial_scored", trial="t001") >= 1)
-    workers = [pid for pid in processes_of(run) if b"Trainable" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    workers: list[int] = []
+
+    def is_training() -> bool:  # a worker between two trials would cost none
+        workers[:] = [pid for pid in processes_of(run) if b"Trainable.train" in command_line(pid)]
+        return bool(workers)
+
+    wait_until(is_training)
     os.kill(workers[0], signal.SIGKILL)
     assert process.wait(RUN_TIMEOUT_S) == 0
     failed = [trial for trial in read_state(run).search_trials if trial.outcome == "failed"]
