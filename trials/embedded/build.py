@@ -18,6 +18,7 @@ from trials.embedded.data import write_splits
 
 HERE = Path(__file__).resolve().parent
 GRADING = HERE.parent / "grading.py"
+OVERLAY = HERE.parents[1] / "verl_overlay"  # beside this package, installed or not
 BASE_MODEL = "tiny-qwen2"
 DATASET = "math.8k"
 _NO_CACHES = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -29,7 +30,7 @@ def build_workspace(target: Path, verl: Path | None = None) -> Path:
     ``verl`` is the package folder to copy; by default the one installed beside this module. Refuses a target that exists
     and is not an empty folder (FileExistsError), and a missing verl (ModuleNotFoundError).
     """
-    return build_folder(target, lambda root: _fill(root, verl or _installed("verl")))
+    return build_folder(target, lambda root: _fill(root, verl or _installed_verl()))
 
 
 def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
@@ -54,7 +55,7 @@ def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
 
 def _fill(root: Path, verl: Path) -> None:
     copy_verl(verl, root / "task" / "repositories" / "verl")
-    shutil.copytree(_installed("verl_overlay"), root / "task" / "plugins" / "verl_overlay", ignore=_NO_CACHES)
+    shutil.copytree(OVERLAY, root / "task" / "plugins" / "verl_overlay", ignore=_NO_CACHES)
     _copy_scripts(root / "task" / "scripts")
     datasets = root / "data" / "datasets" / DATASET
     datasets.mkdir(parents=True)
@@ -79,11 +80,11 @@ def _copy_scripts(scripts: Path) -> None:
         script.chmod(0o755)
 
 
-def _installed(package: str) -> Path:
-    """Where a package lies, found without importing it."""
-    spec = find_spec(package)
+def _installed_verl() -> Path:
+    """Where verl lies, found without importing it."""
+    spec = find_spec("verl")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"the embedded workspace needs {package}; install the 'embedded' extra (verl 0.9.1)")
+        raise ModuleNotFoundError("the embedded workspace needs verl; install the 'embedded' extra (verl 0.9.1)")
     return Path(spec.origin).parent
 
 
