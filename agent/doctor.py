@@ -303,6 +303,7 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
         gpus_per_node=gpus if gpus is not None or device == "cpu" else BATCH_DEFAULTS["trainer.n_gpus_per_node"],
         nodes=number(workspace, "trainer.nnodes") or 1,
         concurrent=config.search.concurrent or 1,
+        cluster=config.ray_address,
         cpus_per_gpu=read_colocation(workspace.verl),
         ray_cpus=number(workspace, "ray_kwargs.ray_init.num_cpus") or number(workspace, "ray_init.num_cpus"),
         parameters=_count_parameters(model) if model else None,

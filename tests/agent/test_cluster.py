@@ -123,7 +123,7 @@ def test_proxies_use_both_nodes_and_only_exact_trials_are_promoted(cluster: Clus
 
     proxies = state.search_trials
     assert len(proxies) == 8 and all(trial.is_proxy and trial.gpus == 4 for trial in proxies)
-    assert proxies[0].origin == "plain GRPO" and proxies[1].origin == "preset:clip_higher"
+    assert proxies[0].origin == "plain GRPO" and proxies[1].origin == "preset:negative_damping_clip_cov"
     places = {trial.trial: place_of(folder, trial.trial) for trial in proxies}
     assert len({place.node_id for place in places.values()}) == 2
     assert {place.gpus for place in places.values()} == {"0,1,2,3", "4,5,6,7"}
