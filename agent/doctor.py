@@ -33,10 +33,19 @@ from agent.merging import find_merger
 from agent.model_files import WeightsError, check_model, count_parameters
 from agent.packages import find_package_version
 from agent.rungs import plan_rungs, trial_overrides
-from agent.script_checks import check_context, check_prompt_length, check_reward, check_script, known, number
+from agent.script_checks import (
+    check_context,
+    check_prompt_length,
+    check_reward,
+    check_script,
+    known,
+    number,
+    read_setting,
+)
+from agent.slots import plan_ask, proxy_overrides
 from agent.training import check_training
 from agent.workspace import Workspace, find_vocabulary, read_text
-from trials.batching import BATCH_DEFAULTS
+from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS
 from verl_overlay import install
 
 _Value = TypeVar("_Value")
@@ -54,6 +63,8 @@ def check_all(config: AgentConfig, workspace: Workspace, machine: Machine) -> li
     results.append(_check_runs_folder(config.runs))
     rungs, rung_check = _check_rungs(config, workspace)
     results.append(rung_check)
+    if config.search.gpus_per_trial is not None:
+        results.append(_check_slots(workspace, config.search.gpus_per_trial))
     if rungs is not None and results[0].name != "training environment":
         asked = trial_overrides(workspace, rungs, config.runs / "checkpoints")
         results += check_training(workspace, prefix, asked).results
@@ -285,6 +296,18 @@ def _check_rungs(config: AgentConfig, workspace: Workspace) -> tuple[tuple[int, 
     except (PreflightError, OSError, pa.ArrowException) as error:
         return None, CheckResult("rungs", "none", first_line(error))
     return rungs, CheckResult("rungs", f"trials are judged at steps {', '.join(map(str, rungs))}")
+
+
+def _check_slots(workspace: Workspace, gpus_per_trial: int) -> CheckResult:
+    """Trials on fewer GPUs than train.sh asks: verl must be able to train its batches on them."""
+    settings = {key: number(workspace, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
+    trains_on_cpu = known(lambda: workspace.setting("trainer.device")) == "cpu"
+    try:
+        ask = plan_ask({} if trains_on_cpu else settings, gpus_per_trial, trains_on_cpu)
+        proxy_overrides({key: read_setting(workspace, key) for key in BATCH_SETTINGS}, ask)
+    except PreflightError as error:
+        return CheckResult("slots", f"{gpus_per_trial} GPUs per trial", str(error))
+    return CheckResult("slots", f"{ask.gpus} of {ask.exact_gpus} GPUs per trial")
 
 
 def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...] | None) -> Demand:

@@ -233,10 +233,10 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         "÷ 8 ranks = 10 are fewer than ppo_micro_batch_size_per_gpu 16",
     ),
     "batch larger than the data": (
-        set_option("data.train_batch_size=128 trainer.n_gpus_per_node=1"),
+        set_option("data.train_batch_size=256 trainer.n_gpus_per_node=1"),
         "batch sizes",
         "failed",
-        "the 64 training rows do not fill one batch",
+        "the 128 training rows do not fill one batch",
     ),
     "a part of dev is scored": (set_option("data.val_max_samples=3"), "dev coverage", "failed", "scores a part of"),
     "dev prompts too long": (

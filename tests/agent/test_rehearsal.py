@@ -139,6 +139,7 @@ def test_the_plan_can_be_followed_line_by_line(
 def test_the_environment_is_given_by_its_changes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_JOB_ID": "7", "PYTHONPATH": "/agent", "PYTHONHOME": "/agent",
              "CONDA_PREFIX": "/agent", "CONDA_DEFAULT_ENV": "agent", "VIRTUAL_ENV": "/agent"}  # fmt: skip
+    monkeypatch.delenv("VIRTUAL_ENV_PROMPT", raising=False)
     for name, value in agent.items():
         monkeypatch.setenv(name, value)
     part = section(rehearsal_of(configure(workspace)), "2. BASELINE")
