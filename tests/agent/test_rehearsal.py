@@ -139,7 +139,6 @@ def test_the_plan_can_be_followed_line_by_line(
 def test_the_environment_is_given_by_its_changes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_JOB_ID": "7", "PYTHONPATH": "/agent", "PYTHONHOME": "/agent",
              "CONDA_PREFIX": "/agent", "CONDA_DEFAULT_ENV": "agent", "VIRTUAL_ENV": "/agent"}  # fmt: skip
-    monkeypatch.delenv("VIRTUAL_ENV_PROMPT", raising=False)
     for name, value in agent.items():
         monkeypatch.setenv(name, value)
     part = section(rehearsal_of(configure(workspace)), "2. BASELINE")
@@ -147,7 +146,8 @@ def test_the_environment_is_given_by_its_changes(workspace: Path, monkeypatch: p
     gone = re.findall(r"^  unset     (\w+)$", part, re.M)
     assert said["RAY_ADDRESS"] == "local" and said["CONDA_PREFIX"] == str(workspace / "conda")
     assert said["PATH"].startswith(f"{workspace}/conda/bin:") and said["VERL_OVERLAY"] == "'{}'"
-    assert sorted(gone) == ["CONDA_DEFAULT_ENV", "PYTHONHOME", "PYTHONPATH", "RAY_JOB_ID", "VIRTUAL_ENV"]
+    assert set(gone) >= {"CONDA_DEFAULT_ENV", "PYTHONHOME", "PYTHONPATH", "RAY_JOB_ID", "VIRTUAL_ENV"}
+    assert all(name.startswith(("CONDA_", "PYTHON", "RAY_", "VIRTUAL_ENV")) for name in gone)
     pipeline = Pipeline(RunFolder(workspace.parent / "runs" / "run-1"), configure(workspace), lambda event: None)
     child = build_environment(pipeline.short_trial("t000", 1, "baseline", {}), dict.fromkeys(agent, "x"))
     assert {name for name in agent if name in child} == {"RAY_ADDRESS", "CONDA_PREFIX"}
