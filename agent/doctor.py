@@ -3,8 +3,10 @@
 Every check is made, whatever the others say, so that one look shows all defects. Nothing is written and no GPU is used.
 """
 
+import ast
 import os
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -133,8 +135,8 @@ def _check_paths(workspace: Workspace) -> list[CheckResult]:
     return [
         _check_root(workspace.root),
         _check_file("training script", workspace.train_script),
-        _check_file("inference script", workspace.inference_script),
-        _check_file("inference program", workspace.scripts / "inference.py"),
+        _check_bash("inference script", workspace.inference_script),
+        _check_python("inference program", workspace.scripts / "inference.py"),
         _check_merger(workspace),
         _check_file("verl core_algos.py", workspace.core_algos, writable=True),
         _check_outputs(workspace.outputs),
@@ -151,6 +153,32 @@ def _check_file(name: str, path: Path, writable: bool = False) -> CheckResult:
     if path.stat().st_size == 0:
         return CheckResult(name, "empty", f"{path} is empty; restore it")
     return CheckResult(name, str(path))
+
+
+def _check_bash(name: str, path: Path) -> CheckResult:
+    """A script that runs only hours later must at least be one for bash."""
+    result = _check_file(name, path)
+    if result.problem is not None:
+        return result
+    if b"\r\n" in path.read_bytes():
+        return CheckResult(name, "CRLF", f"{path} has Windows line ends, which bash does not take; run dos2unix on it")
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, errors="replace", timeout=20)
+    if done.returncode != 0:
+        return CheckResult(
+            name, "no bash script", f"{path}: {(done.stderr.strip().splitlines() or ['bash -n fails'])[0][:200]}"
+        )
+    return result
+
+
+def _check_python(name: str, path: Path) -> CheckResult:
+    result = _check_file(name, path)
+    if result.problem is not None:
+        return result
+    try:
+        ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return CheckResult(name, "no Python", f"{path} is not valid Python: {first_line(error)}; restore it")
+    return result
 
 
 def _check_folder(name: str, path: Path) -> CheckResult:

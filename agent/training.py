@@ -17,6 +17,7 @@ from trials.environment import EnvironmentUnusable, TrainingEnvironment, read_tr
 from trials.runner import child_environment
 from trials.script import OverrideValue, ScriptError, TrainScript
 
+_NEEDED = ("torch", "ray", "transformers")
 _SHOWN = ("verl", "ray", "torch", "transformers", "vllm")
 
 
@@ -50,7 +51,9 @@ def check_training(workspace: Workspace, prefix: str | None, asked: Mapping[str,
         )
     except EnvironmentUnusable as error:
         return TrainingCheck(None, [*results, CheckResult("training environment", "unusable", str(error))])
-    results.append(CheckResult("training environment", describe(environment)))
+    missing = [name for name in _NEEDED if name not in environment.versions] if not script.other_python() else []
+    problem = f"{environment.python} has no {', '.join(missing)}; install what verl needs, or set training_env"
+    results.append(CheckResult("training environment", describe(environment), problem if missing else None))
     results.append(_check_verl_in_use(workspace, script, environment, inherited))
     if _is_certain(workspace, environment):
         results += _check_configuration(script, environment, asked, unknown)

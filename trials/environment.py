@@ -81,7 +81,7 @@ def read_training_environment(
     """
     request = {} if overrides is None else {"overrides": list(overrides), "flags": dict(flags or {})}
     quiet = {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["python3", "-c", _PROBE.read_text()]
+    command = ["python3", "-c", _PROBE.read_text(encoding="utf-8")]
     where = environment.get("PATH", "").split(os.pathsep)[0]
     try:
         done = subprocess.run(

@@ -420,6 +420,17 @@ def _component_conflicts(c: OverlayConfiguration) -> list[str]:
     return found
 
 
+def impossible_without_aggregation(configuration: OverlayConfiguration) -> list[str]:
+    """Why a configuration cannot act in verl 0.3, which has no ``agg_loss``; empty when it can."""
+    c = configuration
+    found: list[str] = []
+    if c.aggregation not in ("verl", "token-mean"):
+        found.append(f"overlay knob 'aggregation' is {c.aggregation!r}; verl 0.3 always takes the token mean")
+    if c.uses_exact_token_entropy:
+        found.append("overlay knob 'token_entropy' is 'exact'; verl 0.3 computes no token entropies before the update")
+    return found
+
+
 def _build_configuration(values: Mapping[str, Any]) -> OverlayConfiguration:
     """The configuration of already checked values; integers become floats."""
     chosen: dict[str, Any] = {}
@@ -480,7 +491,7 @@ def read_configuration_text(text: str, where: str) -> OverlayConfiguration:
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OverlayError(
             f"{where} is not JSON: {text[:200]!r} ({error}). Set it to a JSON object such as {{}}."
         ) from error

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from verl_overlay.advantages import group_advantages, with_token_entropy
-from verl_overlay.configuration import OverlayConfiguration, OverlayError
+from verl_overlay.configuration import OverlayConfiguration, OverlayError, impossible_without_aggregation
 from verl_overlay.control import ControlState
 from verl_overlay.losses import ClipBounds, Loss, composed_policy_loss, counter_metrics
 
@@ -204,17 +204,6 @@ class Overlay:
         if mean >= 0.0:
             self.state.side_files.publish_entropy(mean)
         self._token_entropy = kept if caller.endswith("ray_trainer") else None
-
-
-def impossible_without_aggregation(configuration: OverlayConfiguration) -> list[str]:
-    """Why a configuration cannot act in verl 0.3, which has no ``agg_loss``; empty when it can."""
-    c = configuration
-    found: list[str] = []
-    if c.aggregation not in ("verl", "token-mean"):
-        found.append(f"overlay knob 'aggregation' is {c.aggregation!r}; verl 0.3 always takes the token mean")
-    if c.uses_exact_token_entropy:
-        found.append("overlay knob 'token_entropy' is 'exact'; verl 0.3 computes no token entropies before the update")
-    return found
 
 
 def token_mean(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:

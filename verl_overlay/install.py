@@ -26,6 +26,7 @@ from verl_overlay.configuration import (
     check_configuration,
     configuration_id,
     full_configuration,
+    impossible_without_aggregation,
     knobs,
     parse_configuration,
     read_configuration_text,
@@ -253,6 +254,8 @@ def _sha256(data: bytes) -> str:
 
 def _read(path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise OverlayError(f"{path} is not a file. Point to the workspace's verl/trainer/ppo/core_algos.py.")
         return path.read_bytes()
     except OSError as error:
         raise OverlayError(
@@ -382,7 +385,7 @@ def require_supported(path: Path, original: bytes | None = None) -> Shape:
     original = _read(path) if original is None else original
     try:
         tree = ast.parse(original)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise OverlayError(f"{path} is not valid Python: {error}. Restore it from verl's release.") from error
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     seen = {name: [item.arg for item in node.args.args] for name, node in functions.items()}
@@ -440,6 +443,10 @@ def _write_backup(core_algos: Path, data: bytes, backup_dir: Path, kind: str) ->
         except OSError as error:
             raise OverlayError(f"cannot create {backup_dir}: {error.strerror}. Choose a writable folder.") from error
         _write(backup, data)
+    if _read(backup) != data:
+        raise OverlayError(
+            f"{backup} holds something else than {core_algos}'s bytes. Move it away, or name another folder."
+        )
     return backup
 
 
@@ -471,6 +478,11 @@ def install(
         require_supported(core_algos, original)
         _write_backup(core_algos, data, backup_dir, "edited")
     shape = require_supported(core_algos, original)
+    reasons = [] if "agg_loss" in shape.arguments else impossible_without_aggregation(typed)
+    if reasons:
+        raise OverlayError(
+            f"{core_algos} is verl {shape.versions}: {'; '.join(reasons)}. Choose another configuration."
+        )
     backup = None if backup_dir is None else _write_backup(core_algos, original, backup_dir, "original")
     block = render_block(configuration, _sha256(original), shape)
     installed = original + SEPARATOR + block.encode()

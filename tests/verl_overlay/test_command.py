@@ -119,8 +119,8 @@ def test_force_needs_a_place_for_the_edited_file(core_algos: Path, capsys: pytes
         (["install", "FILE", "--set", '{"clip_hihg": 1}'], "'clip_hihg' (value 1) is unknown"),
         (["install", "absent.py"], "cannot read absent.py"),
         (["revert", "absent.py"], "cannot read absent.py"),
-        (["install", "tests"], "cannot read tests: Is a directory"),
-        (["show", "tests"], "cannot read tests: Is a directory"),
+        (["install", "tests"], "tests is not a file"),
+        (["show", "tests"], "tests is not a file"),
     ],
 )
 def test_errors_are_one_line(

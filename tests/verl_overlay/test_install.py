@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stand_ins import ACTORS, SOURCES, build_verl
 
 from verl_overlay import install as overlay
-from verl_overlay.configuration import OverlayConfiguration, knobs, parse_configuration
+from verl_overlay.configuration import OverlayConfiguration, knobs, parse_configuration, read_configuration_text
 
 SHAPES = {shape.name: shape for shape in overlay.SHAPES}
 STARE: dict[str, object] = {"token_rule": "stare", "stare.fraction": 0.2, "target.entropy": 5.0}
@@ -580,3 +580,27 @@ def test_check_reports_what_is_missing(core_algos: Path, tmp_path: Path) -> None
     alone.write_bytes(core_algos.read_bytes())
     assert "does not lie in verl/trainer/ppo" in overlay.check(alone, sys.executable)[0]
     assert "cannot read" in overlay.check(tmp_path / "absent.py", sys.executable)[0]
+
+
+# ---- faults that users made ----
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for target in (Path("/dev/null"), tmp_path):
+        with pytest.raises(overlay.OverlayError, match="is not a file"):
+            overlay.install(target, {})
+
+
+def test_a_backup_that_is_not_the_original_is_refused(core_algos: Path, tmp_path: Path) -> None:
+    original = core_algos.read_bytes()
+    backup = tmp_path / "backup" / f"core_algos.py.{hashlib.sha256(original).hexdigest()[:12]}.original"
+    backup.parent.mkdir()
+    backup.write_text("junk")
+    with pytest.raises(overlay.OverlayError, match="holds something else"):
+        overlay.install(core_algos, {}, backup.parent)
+    assert core_algos.read_bytes() == original and backup.read_text() == "junk"
+
+
+def test_deeply_nested_json_is_refused() -> None:
+    with pytest.raises(overlay.OverlayError, match="is not JSON"):
+        read_configuration_text("[" * 100_000, "the text")
