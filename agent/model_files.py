@@ -84,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None when the file is missing or holds something else."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

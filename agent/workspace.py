@@ -71,7 +71,7 @@ class Workspace:
             return TrainScript(self.train_script.read_bytes().decode(), self.scripts)
         except OSError as error:
             raise PreflightError(f"{self.train_script}: {error.strerror}") from None
-        except (ScriptError, UnicodeDecodeError) as error:
+        except (ScriptError, UnicodeDecodeError, RecursionError, MemoryError) as error:
             raise PreflightError(f"{self.train_script}: {error}") from None
 
     def setting(self, key: str) -> str | None:
@@ -207,7 +207,7 @@ def find_vocabulary(model: Path) -> int | None:
     try:
         config = json.loads((model / "config.json").read_text())
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return size if isinstance(size, int) else None
 

@@ -123,7 +123,7 @@ class TrainScript:
         value = self.get(key, environment)
         if value is None or value == "null":
             return None
-        if not re.fullmatch(r"[-+]?\d+", value):
+        if not re.fullmatch(r"[-+]?\d{1,18}", value):
             line = self._overrides[key].line
             raise ScriptError(f"line {line}: {key}={value} is not an integer; the agent needs its value to plan")
         return int(value)

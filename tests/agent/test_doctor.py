@@ -130,6 +130,14 @@ def newer_metadata(root: Path) -> None:
     pq.write_table(table.replace_schema_metadata({"huggingface": info}), path)
 
 
+def damage_pages(root: Path) -> None:
+    """Bytes within the data; the footer is whole."""
+    path = root / DATA / "test.parquet"
+    content = bytearray(path.read_bytes())
+    content[4:300] = bytes(index * 7 % 251 for index in range(296))
+    path.write_bytes(bytes(content))
+
+
 def cut_weights(root: Path) -> None:
     path = root / BASE / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-64])
@@ -207,6 +215,13 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
         "inference program",
         "failed",
         "not valid Python",
+    ),
+    "test data damaged within": (damage_pages, "test data", "failed", "not a readable parquet file"),
+    "train.sh nested too deeply": (
+        lambda w: (w / "task/scripts/train.sh").write_text("A=" + "${A:-" * 3000 + "\n"),
+        "training script content",
+        "failed",
+        "",
     ),
     "core_algos read-only": (lambda w: (w / CORE).chmod(0o444), "verl core_algos.py", "failed", "not writable"),
     "loss of another shape": (edit(CORE, "def agg_loss(", "def other("), "overlay", "failed", "agg_loss"),
