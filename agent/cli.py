@@ -274,7 +274,7 @@ def _positive(text: str) -> int:
 
 
 def _load_config(options: argparse.Namespace) -> "AgentConfig":
-    """The configuration of `run` and `doctor`, its search space and training environment included."""
+    """The configuration of `run` and `doctor`, its search space checked."""
     from agent.config import load_config
 
     overrides = [*options.set, *([f"workspace={options.workspace}"] if options.workspace else [])]

@@ -42,12 +42,11 @@ from agent.script_checks import (
     check_script,
     known,
     number,
-    read_setting,
 )
-from agent.slots import plan_ask, proxy_overrides
+from agent.slots import read_ask, read_proxy_overrides
 from agent.training import check_training
 from agent.workspace import Workspace, find_vocabulary, read_text
-from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS
+from trials.batching import BATCH_DEFAULTS
 from verl_overlay import install
 
 _Value = TypeVar("_Value")
@@ -66,7 +65,7 @@ def check_all(config: AgentConfig, workspace: Workspace, machine: Machine) -> li
     rungs, rung_check = _check_rungs(config, workspace)
     results.append(rung_check)
     if config.search.gpus_per_trial is not None:
-        results.append(_check_slots(workspace, config.search.gpus_per_trial))
+        results.append(_check_slots(config, workspace))
     if rungs is not None and results[0].name != "training environment":
         asked = trial_overrides(workspace, rungs, config.runs / "checkpoints")
         results += check_training(workspace, prefix, asked).results
@@ -326,15 +325,13 @@ def _check_rungs(config: AgentConfig, workspace: Workspace) -> tuple[tuple[int, 
     return rungs, CheckResult("rungs", f"trials are judged at steps {', '.join(map(str, rungs))}")
 
 
-def _check_slots(workspace: Workspace, gpus_per_trial: int) -> CheckResult:
+def _check_slots(config: AgentConfig, workspace: Workspace) -> CheckResult:
     """Trials on fewer GPUs than train.sh asks: verl must be able to train its batches on them."""
-    settings = {key: number(workspace, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
-    trains_on_cpu = known(lambda: workspace.setting("trainer.device")) == "cpu"
     try:
-        ask = plan_ask({} if trains_on_cpu else settings, gpus_per_trial, trains_on_cpu)
-        proxy_overrides({key: read_setting(workspace, key) for key in BATCH_SETTINGS}, ask)
+        ask = read_ask(config, workspace)
+        read_proxy_overrides(workspace, ask)
     except PreflightError as error:
-        return CheckResult("slots", f"{gpus_per_trial} GPUs per trial", str(error))
+        return CheckResult("slots", f"{config.search.gpus_per_trial} GPUs per trial", str(error))
     return CheckResult("slots", f"{ask.gpus} of {ask.exact_gpus} GPUs per trial")
 
 

@@ -35,7 +35,7 @@ from agent.promotion import (
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder, elapsed_s
 from agent.rungs import plan_rungs, trial_overrides
-from agent.slots import Ask, plan_ask, proxy_overrides, require_open_devices
+from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
     is_published,
@@ -47,7 +47,6 @@ from agent.submission import (
 )
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
-from trials.batching import BATCH_SETTINGS
 from trials.checkpoints import (
     bring_back,
     complete_steps,
@@ -273,15 +272,11 @@ class Pipeline:
     @functools.cached_property
     def ask(self) -> Ask:
         """What a search trial reserves."""
-        keys = ("trainer.nnodes", "trainer.n_gpus_per_node")
-        settings = {} if self._cpu_trains else {key: self.workspace.setting_int(key) for key in keys}
-        return plan_ask(settings, self.config.search.gpus_per_trial, self._cpu_trains)
+        return read_ask(self.config, self.workspace)
 
     @functools.cached_property
     def _proxy_overrides(self) -> dict[str, int]:
-        if not self.ask.is_proxy:
-            return {}
-        return proxy_overrides({key: self.workspace.setting(key) for key in BATCH_SETTINGS}, self.ask)
+        return read_proxy_overrides(self.workspace, self.ask)
 
     @property
     def _cpu_trains(self) -> bool:

@@ -138,7 +138,7 @@ def _check_batches(workspace: Workspace) -> CheckResult:
     train, ranks = number(workspace, "data.train_batch_size"), _count_ranks(workspace)
     if train is None or ranks is None:
         return CheckResult("batch sizes", "not set by train.sh")
-    read = {key: read_setting(workspace, key) for key in BATCH_SETTINGS}
+    read = {key: _read_setting(workspace, key) for key in BATCH_SETTINGS}
     given = {key: value for key, value in read.items() if value is not None}
     problems = batch_problems({**BATCH_DEFAULTS, **given, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks})
     rows = sum(_count_rows(file) or 0 for file in workspace.train_files)
@@ -150,7 +150,7 @@ def _check_batches(workspace: Workspace) -> CheckResult:
     return CheckResult("batch sizes", found)
 
 
-def read_setting(workspace: Workspace, key: str) -> str | None:
+def _read_setting(workspace: Workspace, key: str) -> str | None:
     """The value as train.sh gives it, None where it gives none or it cannot be known."""
     return known(lambda: workspace.setting(key))
 

@@ -1,4 +1,4 @@
-"""Slots: how many trials run side by side, on how many GPUs each. Pure.
+"""Slots: how many trials run side by side, on how many GPUs each. Pure, apart from reading train.sh.
 
 A trial asks for all the GPUs that train.sh asks (it is *exact*), or for fewer: then it is a *proxy*, cheaper, and its score
 is not trusted for a promotion before the configuration has been measured again in an exact trial. What verl would refuse
@@ -9,8 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from agent.config import AgentConfig
 from agent.errors import PreflightError
-from trials.batching import BATCH_DEFAULTS, MICRO_TOTALS, batch_problems
+from agent.workspace import Workspace
+from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS, MICRO_TOTALS, batch_problems
 
 _DEVICES = re.compile(r"(?:^|[\s;&])(?:export\s+)?CUDA_VISIBLE_DEVICES=(?!\"?\$\{?CUDA_VISIBLE_DEVICES\b)", re.M)
 
@@ -113,6 +115,29 @@ def proxy_overrides(settings: Mapping[str, str | None], ask: Ask) -> dict[str, i
             f"search.gpus_per_trial={ask.gpus} does not fit train.sh: {'; '.join(problems)}; choose another number of GPUs"
         )
     return overrides
+
+
+def read_ask(config: AgentConfig, workspace: Workspace) -> Ask:
+    """What a search trial reserves, as train.sh and the configuration say.
+
+    Raises:
+        PreflightError: as `plan_ask`, or a value of train.sh cannot be read.
+    """
+    if workspace.setting("trainer.device") == "cpu":
+        return plan_ask({}, config.search.gpus_per_trial, trains_on_cpu=True)
+    settings = {key: workspace.setting_int(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")}
+    return plan_ask(settings, config.search.gpus_per_trial, trains_on_cpu=False)
+
+
+def read_proxy_overrides(workspace: Workspace, ask: Ask) -> dict[str, int]:
+    """`proxy_overrides` of the workspace's train.sh.
+
+    Raises:
+        PreflightError: as `proxy_overrides`, or a value of train.sh cannot be read.
+    """
+    if not ask.is_proxy:
+        return {}
+    return proxy_overrides({key: workspace.setting(key) for key in BATCH_SETTINGS}, ask)
 
 
 def require_open_devices(script: str) -> None:
