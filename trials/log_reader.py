@@ -26,7 +26,7 @@ class LogReader:
         """`log` is the console output of the attempt, `file_log` what verl's file logger writes, if it does."""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         """The last lines of the console output."""
-        self._console, self._file = _GrowingFile(log), _GrowingFile(file_log)
+        self._console, self._file = GrowingFile(log), GrowingFile(file_log)
         self._joiner = LineJoiner()
         self._holding_since: float | None = None
         self._teller: dict[int, str] = {}
@@ -58,7 +58,7 @@ class LogReader:
                 yield metrics
 
 
-class _GrowingFile:
+class GrowingFile:
     """The whole lines that are appended to a file."""
 
     def __init__(self, path: Path) -> None:

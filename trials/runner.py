@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from trials.guard import ATTEMPT_TAG, RUN_TAG, Guarded, sweep
 from trials.health import FailureKind, classify_exit, is_non_finite
-from trials.log_reader import FILE_LOGGER_VARIABLE, LogReader
+from trials.log_reader import FILE_LOGGER_VARIABLE, GrowingFile, LogReader
 from trials.metrics import StepMetrics, metrics_from_json
 
 OVERLAY_VARIABLE = "VERL_OVERLAY"
@@ -165,6 +166,9 @@ class Attempt:
         self._guarded: Guarded | None = None
         self._started = self._started_at = 0.0
         self._reader = LogReader(spec.attempt_folder / "log", spec.file_log)
+        self._overlay_file = GrowingFile(spec.overlay_folder / "overlay.jsonl")
+        self._overlay_records: dict[str, dict[str, Any]] = {}
+        """Kind → the latest record of this attempt."""
         self._history = read_history(Path(spec.folder))
         """Steps of earlier attempts included: a resumed attempt goes on from a checkpoint."""
         self._step_times: list[float] = []
@@ -285,18 +289,13 @@ class Attempt:
 
     def _overlay_record(self, kind: str) -> dict[str, Any]:
         """The latest record of this attempt in the overlay's side file, {} when there is none."""
-        try:
-            lines = (self.spec.overlay_folder / "overlay.jsonl").read_text("utf-8", "replace").splitlines()
-        except OSError:
-            return {}
-        for line in reversed(lines):
-            try:
-                record: dict[str, Any] = json.loads(line)
-                if record["kind"] == kind and record["time"] >= self._started_at:
-                    return record
-            except (ValueError, KeyError, TypeError):
-                continue  # a line cut off by a crash
-        return {}
+        with suppress(OSError):
+            for line in self._overlay_file.read_lines():
+                with suppress(ValueError, KeyError, TypeError):  # a line cut off by a crash
+                    record: dict[str, Any] = json.loads(line)
+                    if record["time"] >= self._started_at:
+                        self._overlay_records[record["kind"]] = record
+        return self._overlay_records.get(kind, {})
 
     def _ended_by_exit(self, exit_code: int) -> Ended:
         last = self._last_step()
