@@ -299,6 +299,11 @@ class OverlayConfiguration:
         return wanted and self.token_entropy == "exact"
 
     @property
+    def shapes_the_loss(self) -> bool:
+        """True when a shaping acts in the loss, not in the advantage."""
+        return self.shaping != "none" and not (self.shaping == "entropy_advantage" and self.token_entropy == "exact")
+
+    @property
     def controlled(self) -> str:
         """The knob that the controller moves, with ``auto`` resolved; ``none`` without a controller."""
         if self.control_knob != "auto":
@@ -382,7 +387,7 @@ def _conflicts(configuration: OverlayConfiguration) -> list[str]:
     if c.needs_schedule and c.schedule_steps < 1:
         found.append("overlay knob 'schedule.steps' is 0; what changes over the run needs its number of steps")
     active = {
-        "shaping.coef": c.shaping != "none" and not (c.shaping == "entropy_advantage" and c.uses_exact_token_entropy),
+        "shaping.coef": c.shapes_the_loss,
         "stare": c.token_rule == "stare",
         "kl_cov.coef": c.extra_term in ("kl_cov", "sent"),
         "clip_high": c.clip_high is not None and c.ratio_rule != "none",

@@ -31,12 +31,10 @@ from verl_overlay.configuration import (
     parse_configuration,
     read_configuration_text,
 )
-from verl_overlay.sidefiles import FOLDER_VARIABLE, RESUMED_STEP_VARIABLE
+from verl_overlay.sidefiles import FOLDER_VARIABLE
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
-    "FOLDER_VARIABLE",
-    "RESUMED_STEP_VARIABLE",
     "InstallReport",
     "OverlayError",
     "Shape",

@@ -483,8 +483,7 @@ def _token_losses(
         weights = sign_weights(advantages, positive, negative)
         touched.append(weights != 1.0)
         advantages = advantages * weights
-    in_advantage = c.shaping == "none" or (c.shaping == "entropy_advantage" and c.uses_exact_token_entropy)
-    if not in_advantage and (state.is_below_target or not c.shaping_below_target):
+    if c.shapes_the_loss and (state.is_below_target or not c.shaping_below_target):
         shaped = shaped_advantages(advantages, tokens, state.coef, c)
         touched.append(shaped != advantages)
         advantages = shaped

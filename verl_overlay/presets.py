@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_overlay.configuration import parse_configuration
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -24,11 +26,14 @@ class Preset:
     """Where: the advantage, the token losses, ..."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     inert_on_policy: bool = False
-    needs_schedule: bool = False
-    """True when ``schedule.steps``, the length of the run, must be set beside the settings."""
     missing_in: str = ""
     """verl versions in which it cannot act, with the reason; empty when in all."""
     note: str = ""
+
+    @property
+    def needs_schedule(self) -> bool:
+        """True when ``schedule.steps``, the length of the run, must be set beside the settings."""
+        return parse_configuration({**self.settings, "schedule.steps": 1}).needs_schedule
 
     def complete(self, schedule_steps: float) -> dict[str, Any]:
         """The settings, with the length of the run (rollout batches) where they need it."""
@@ -115,7 +120,6 @@ PRESETS: dict[str, Preset] = {
         "weight of A > 0: 0 in the first half of the run, then linear to 1",
         _TOKENS,
         {"positive_schedule": "stage"},
-        needs_schedule=True,
     ),
     "par_epoch": Preset(
         "PAR, epoch-wise",
@@ -123,7 +127,6 @@ PRESETS: dict[str, Preset] = {
         "weight of A > 0 in epoch e of E: (e - 1) / (E - 1)",
         _TOKENS,
         {"positive_schedule": "epoch", "positive_schedule.epochs": 4},
-        needs_schedule=True,
     ),
     "par_entropy_guided": Preset(
         "PAR, entropy-guided",
@@ -138,7 +141,6 @@ PRESETS: dict[str, Preset] = {
         "H below the band: only A < 0 trains; above it: only A > 0; band from [0.6, 0.7] down to [0.1, 0.2]",
         _TOKENS,
         {"sign_gate": "band", "band.low": 0.6, "band.low_end": 0.1, "band.width": 0.1},
-        needs_schedule=True,
     ),
     "stare_o1": Preset(
         "STARE, O1",
