@@ -242,32 +242,22 @@ def test_without_answers_in_the_test_file_there_is_no_accuracy(case: Path, answe
     assert validate(case).accuracy is None
 
 
+def infer(workspace: Path, timeout_s: float) -> None:
+    run = functools.partial(run_logged, run_tag=str(workspace))
+    results, log = workspace.parent / "results", workspace.parent / "log"
+    run_inference(Workspace(workspace), workspace / "model", results, log=log, timeout_s=timeout_s, run=run)
+
+
 def test_an_inference_beyond_its_time_is_stopped(workspace: Path) -> None:
     task = Workspace(workspace)
     task.inference_script.write_text("echo $$ > pid; sleep 600")
-    run = functools.partial(run_logged, run_tag=str(workspace))
     with pytest.raises(StageError, match=r"inference\.sh took longer than 1 s and was stopped"):
-        run_inference(
-            task,
-            workspace / "model",
-            workspace.parent / "results",
-            log=workspace.parent / "log",
-            timeout_s=1.0,
-            run=run,
-        )
+        infer(workspace, timeout_s=1.0)
     assert not Path(f"/proc/{(task.scripts / 'pid').read_text().strip()}").exists()
 
 
 def test_an_inference_that_leaves_one_file_is_not_enough(workspace: Path) -> None:
     task = Workspace(workspace)
     task.inference_script.write_text(f'echo x > "$OUTPUT_DIR/{RESULTS}"')
-    run = functools.partial(run_logged, run_tag=str(workspace))
     with pytest.raises(StageError, match=f"ended well but left no {LOGITS}"):
-        run_inference(
-            task,
-            workspace / "model",
-            workspace.parent / "results",
-            log=workspace.parent / "log",
-            timeout_s=60.0,
-            run=run,
-        )
+        infer(workspace, timeout_s=60.0)

@@ -18,9 +18,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from trials.embedded.problems import Demonstrator, Problem, demonstration, last_digit_problem
+from trials.embedded.sft import build_qwen2
 
 WORDS = ("<pad>", "<eos>", "Answer:\\boxed{", "}", "=", "+", "*", "\n", *"0123456789")
 PAD, EOS, BOX, CLOSE = range(4)
@@ -71,20 +72,7 @@ def problems() -> tuple[list[Problem], list[Problem]]:
 
 def new_policy() -> PreTrainedModel:
     """A Qwen2 with two layers and random weights."""
-    config = Qwen2Config(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    return Qwen2ForCausalLM(config)
+    return build_qwen2(len(WORDS), positions=64, eos=EOS, pad=PAD)
 
 
 def answer_log_probs(policy: PreTrainedModel, sequences: torch.Tensor, width: int) -> torch.Tensor:

@@ -51,21 +51,26 @@ def main() -> None:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The embedded workspace's policy, randomly initialised."""
+    return build_qwen2(MODEL_VOCABULARY, positions=512, eos=tokenizer.eos_token_id, pad=tokenizer.pad_token_id)
+
+
+def build_qwen2(vocabulary: int, positions: int, eos: int, pad: int) -> PreTrainedModel:
     """A randomly initialised Qwen2 with two layers."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=MODEL_VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
     )
     return Qwen2ForCausalLM(config)
 
