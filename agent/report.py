@@ -150,20 +150,6 @@ def _rung_steps(state: RunState) -> list[int]:
     return sorted({score.step for trial in state.search_trials for score in trial.scores})
 
 
-def _newest_time(state: RunState) -> float:
-    """Seconds since the epoch of the newest event that the state keeps."""
-    single = [event for event in (state.opened, state.checks, state.finished) if event]
-    events = [*single, *state.drivers, *state.stages.values(), *state.decisions, *state.published]
-    times = [float(event.get("time") or 0.0) for event in events]
-    times += [max(trial.started_s, trial.ended_s or 0.0) for trial in state.trials.values()]
-    return max(times, default=0.0)
-
-
-def wall_s(state: RunState) -> float | None:
-    """Seconds from the first start to the end, or to the newest event; down-time counts."""
-    return _newest_time(state) - float(state.opened["time"]) if state.opened else None
-
-
 # ---- the page ----------------------------------------------------------------------------------------------
 
 
@@ -235,11 +221,11 @@ def _headline(state: RunState, leader: _Leader | None, title: str) -> Markup:
 
 
 def _status_line(state: RunState) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(_newest_time(state)))
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.newest_s))
     workspace = (state.opened or {}).get("workspace")
     where = f" Workspace: {workspace}." if workspace else ""
     if state.finished is not None:
-        return f"Finished at {when} after {format_seconds(wall_s(state))}.{where}"
+        return f"Finished at {when} after {format_seconds(state.elapsed_s)}.{where}"
     trouble = state.trouble or {}
     why = f" Stage {trouble['stage']} failed: {trouble.get('reason', '')}." if "stage" in trouble else ""
     return f"Not finished: this page shows what the ledger held at {when}.{why}{where}"
@@ -490,8 +476,11 @@ def _times(state: RunState, curves: Curves) -> Markup:
     rows: list[tuple[Any, ...]] = [_stage_row(state, stage) for stage in state.stage_seconds]
     rows += [_trial_time_row(trial, curves.get(trial.trial, [])) for trial in state.trials.values()]
     starts = f"the agent was started {len(state.drivers)} times" if len(state.drivers) != 1 else ""
-    rows.append((element("b", "training, all trials"), format_seconds(state.training_s), "", ""))
-    rows.append((element("b", "wall clock"), format_seconds(wall_s(state)), "", starts))
+    budget = (state.opened or {}).get("config", {}).get("budget", {})
+    hours = {name: f"limit {budget[name]:g} h" if name in budget else "" for name in ("training_hours", "total_hours")}
+    rows.append((element("b", "training, all trials"), format_seconds(state.training_s), "", hours["training_hours"]))
+    starts = "; ".join(filter(None, (starts, hours["total_hours"])))
+    rows.append((element("b", "wall clock"), format_seconds(state.elapsed_s), "", starts))
     return table("times", "what | time | of it start-up | training steps", rows, numeric={1, 2})
 
 

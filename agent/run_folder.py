@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import yaml
 
+from agent.clock import SystemTime, TimeSource, boot_facts
 from agent.config import AgentConfig, digest, write_config
 from agent.errors import ConfigError, RunFolderError
 from agent.ledger import SCHEMA, Ledger, RunState, fold
@@ -175,7 +176,9 @@ def find_run_folder(runs: Path, name: str | None) -> RunFolder:
     return RunFolder(ledgers[-1].parent.resolve())
 
 
-def create_run_folder(folder: RunFolder, config: AgentConfig, facts: dict[str, Any]) -> None:
+def create_run_folder(
+    folder: RunFolder, config: AgentConfig, facts: dict[str, Any], time_source: TimeSource | None = None
+) -> None:
     """Create the folder with its configuration and the first event of its ledger.
 
     Raises:
@@ -186,13 +189,17 @@ def create_run_folder(folder: RunFolder, config: AgentConfig, facts: dict[str, A
         write_config(config, folder.path / "config.yaml")
     except OSError as error:
         raise RunFolderError(f"cannot create {folder.path}: {error.strerror}; choose a writable --set runs=…") from None
+    source = time_source or SystemTime()
     folder.ledger.append(
         "run_opened",
+        time=round(source.wall_s(), 3),
+        elapsed_s=0.0,
         schema=SCHEMA,
         fingerprint=config.fingerprint(),
         space_digest=space_digest(config),
         config=config.model_dump(mode="json"),
         versions=versions(),
+        **boot_facts(source),
         **facts,
     )
 
@@ -231,8 +238,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def elapsed_s(state: RunState) -> float:
-    """Wall clock since the run was opened, down-time included; never negative."""
-    return max(0.0, time.time() - float((state.opened or {"time": time.time()})["time"]))
