@@ -272,8 +272,8 @@ def fold(events: Iterable[Event]) -> RunState:
 
 def _apply(state: RunState, event: Event) -> None:
     kind = event["event"]
-    opened_s = (state.opened or event)["time"]
-    state.elapsed_s = float(event.get("elapsed_s", max(0.0, event["time"] - opened_s)))
+    since_s = max(0.0, event["time"] - state.newest_s) if state.opened else 0.0
+    state.elapsed_s = float(event.get("elapsed_s", state.elapsed_s + since_s))
     state.newest_s = float(event["time"])
     if "boot_id" in event:
         state.boot = {**event, "boot_s": float(event["boot_s"]), "elapsed_s": state.elapsed_s}

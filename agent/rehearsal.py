@@ -102,11 +102,12 @@ def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
     trial = replace(measured, step_s=measured.step_s / share)
     exact_s, trial_s = (schedule.trial_s(times, schedule.rungs[-1]) for times in (measured, trial))
     again = config.search.remeasured_proxies if ask.is_proxy else 0
+    submission_s = submission_reserve(pipeline.limits, None, None, None)
     budget = plan_budget(
         limits=pipeline.limits,
-        elapsed_s=exact_s,
+        elapsed_s=exact_s + submission_s,
         training_done_s=exact_s,
-        submission_s=submission_reserve(pipeline.limits, None, None, None),
+        submission_s=submission_s,
         measured=measured,
         trial_measured=trial,
         schedule=schedule,
@@ -116,12 +117,13 @@ def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
     )
     total_steps = schedule.total_steps
     phases = [(exact_s, f"baseline {BASELINE}: plain GRPO to step {schedule.rungs[-1]} of {total_steps}")]
+    phases.append((submission_s, "its submission, so that there is one; and in case one part fails, that part again"))
     phases.append(_search_time(config, budget, trial_s, slots))
     if again:
         phases.append((RESERVE * again * exact_s, f"re-measurement of {again} proxies on {ask.exact_gpus} GPUs"))
     phases += [
         (budget.final_s, _final_note(budget, total_steps)),
-        (budget.submission_s, "merge, inference.sh, validation, publication; time for a second inference included"),
+        (submission_s, "merge, inference.sh, validation, publication; time for a second inference included"),
     ]
     lines, clock = [], 0.0
     for seconds, what in phases:

@@ -86,11 +86,12 @@ def test_the_plan_adds_up(text: str) -> None:
     rows = re.findall(r"^ +(\d+:\d\d) – +(\d+:\d\d)  (.*)$", plan, re.M)
     assert [(start, end) for start, end, _ in rows] == [
         ("0:00", "2:05"),
-        ("2:05", "19:18"),
-        ("19:18", "24:00"),
-        ("24:00", "24:35"),
+        ("2:05", "2:40"),
+        ("2:40", "19:53"),
+        ("19:53", "24:35"),
+        ("24:35", "25:10"),
     ]
-    assert rows[1][2].startswith("search: 8 of 40 trials fit, 1 side by side, each 2.1 h at most")
+    assert rows[2][2].startswith("search: 8 of 40 trials fit, 1 side by side, each 2.1 h at most")
 
 
 def test_a_full_run_that_does_not_fit_is_said(workspace: Path) -> None:
