@@ -500,16 +500,7 @@ class Pipeline:
             if initial and validation.step > 0:
                 self.record("trial_scored", trial=BASELINE, **self._score("baseline", initial)(validation))
 
-        if self._training_ends_s() <= 0:
-            raise StageError(f"no time is left for the baseline: {self._time_spent()}")
-        ended = self._run_trial(BASELINE, begin, tell)
-        if ended.outcome == "failed":
-            raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
-        if ended.outcome == "stopped" and not complete_steps(self.folder.trial(BASELINE) / "checkpoints"):
-            raise StageError(
-                f"time ended in the baseline after step {ended.last_step}, before its first checkpoint at step "
-                f"{self.rungs[0]}: {self._time_spent()}"
-            )
+        ended = self._train_baseline(begin, tell)
         initial = self._measured_initial_entropy()
         if initial is None or not initial > 0:
             raise StageError(
@@ -520,6 +511,30 @@ class Pipeline:
         shown = [m.step_s for m in history if m.step_s is not None]
         measured = measure(history) or Measured(ended.start_up_s or 0.0, statistics.fmean(shown) if shown else 0.0)
         return {"initial_entropy": initial, **asdict(measured)}
+
+    def _train_baseline(
+        self, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], str | None]
+    ) -> Ended:
+        """Run the baseline as far as time allows.
+
+        Raises:
+            StageError: it failed, or time was over before it had a checkpoint.
+        """
+        if self._training_ends_s() > 0:
+            ended = self._run_trial(BASELINE, begin, on_validation)
+        else:
+            history = read_history(self.folder.trial(BASELINE))
+            ended = Ended("stopped", history[-1].step if history else 0, 0.0, reason="no time is left for it")
+            if BASELINE in self.state().trials:
+                self._record_end(BASELINE, ended)
+        if ended.outcome == "failed":
+            raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
+        if ended.outcome == "stopped" and not complete_steps(self.folder.trial(BASELINE) / "checkpoints"):
+            raise StageError(
+                f"time ended in the baseline after step {ended.last_step}, before its first checkpoint at step "
+                f"{self.rungs[0]}: {self._time_spent()}"
+            )
+        return ended
 
     def _time_spent(self) -> str:
         """For an error message: what was spent of what, and what to do."""

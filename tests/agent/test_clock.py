@@ -14,6 +14,7 @@ from agent.budget import Limits
 from agent.clock import SystemTime, start_run_clock
 from agent.ledger import fold
 from simulation import FakeTime, H, Outcome, World, build_long_workspace, simulate
+from trials.checkpoints import complete_steps
 
 EARLY_S = 600.0
 """The submission is there so long before the limit."""
@@ -159,7 +160,17 @@ def test_without_time_for_a_first_checkpoint_the_error_says_so(place: Path) -> N
     assert outcome.published == [] and outcome.error is not None
     assert "time ended in the baseline after step" in outcome.error and "--set budget.total_hours" in outcome.error
     again = run(place, World(), "budget.total_hours=0.5")
-    assert again.error is not None and "no time is left for the baseline" in again.error
+    assert (
+        again.error is not None and "after step 0, before its first checkpoint at step 54: 0.00 of 0.5 h" in again.error
+    )
+
+
+@pytest.mark.parametrize("reboots", [False, True])
+def test_a_baseline_that_died_with_a_checkpoint_is_submitted_when_the_time_is_over(place: Path, reboots: bool) -> None:
+    outcome = run(place, events=[(2 * H, None)], down=[(45.6 * H, reboots)])
+    assert outcome.error is None and outcome.published[-1] < 48 * H
+    state = outcome.folder.read_state()
+    assert (state.stages["select"]["trial"], state.stages["select"]["step"]) == ("t000", 108)
 
 
 def test_the_limit_within_the_baseline_submits_its_last_checkpoint(place: Path) -> None:
@@ -250,7 +261,7 @@ def test_whatever_happens_there_is_a_submission_in_time(
     ends_s = Limits(hours * H, training_hours * H, 600).total_s - 720 - 2100
     if outcome.error is not None:  # a limit, or a resume near it, before a first checkpoint
         assert "the baseline" in outcome.error and not outcome.published
-        assert "before its first checkpoint" in outcome.error or outcome.resumed[-1] > ends_s
+        assert complete_steps(outcome.folder.trial("t000") / "checkpoints") == []
     elif not outcome.resumed or outcome.resumed[-1] < ends_s:
         require_in_time(outcome, hours, training_hours)
     shutil.rmtree(outcome.folder.path.parent)
