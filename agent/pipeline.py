@@ -24,6 +24,7 @@ from agent.config import AgentConfig, digest
 from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
 from agent.merging import merge_checkpoint
+from agent.model_check import check_merged_model
 from agent.objective import judge, score_validation
 from agent.promotion import (
     CheckpointChoice,
@@ -930,7 +931,8 @@ class Pipeline:
             checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
             verl, base = self.workspace.verl, self.workspace.base_model
             merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
-            return {"model": str(model)}
+            check = check_merged_model(self.workspace, model, choice.accuracy, choice.entropy, run)
+            return {"model": str(model), "check": check}
 
         def infer() -> dict[str, Any]:
             limit_s = self.config.budget.inference_minutes * 60

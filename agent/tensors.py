@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 _ROWS_PER_CHUNK = 256
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
 
 class LogitsError(ValueError):
@@ -113,7 +113,7 @@ def _find_file_problem(model: Path, base: Path) -> str | None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (model / name).is_file() or not (model / name).stat().st_size:
             return f"{name} is missing"
-    has, needs = ([name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in (model, base))
+    has, needs = ([name for name in TOKENIZER_FILES if (folder / name).is_file()] for folder in (model, base))
     if needs and not has:
         return f"the tokenizer's {needs[0]} is missing"
     index = model / "model.safetensors.index.json"

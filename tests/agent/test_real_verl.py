@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from agent.doctor import check_workspace
 from agent.ledger import Ledger, fold
 from agent.merging import merge_checkpoint
+from agent.model_check import check_merged_model
 from agent.objective import EntropyBand, score_validation
 from agent.submission import publish, run_inference, run_logged, validate_submission
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
@@ -82,6 +84,9 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
     actor = trial / "checkpoints" / "global_step_2" / "actor"
     run_command = functools.partial(run_logged, run_tag=str(run))
     merge_checkpoint(workspace.verl, workspace.base_model, actor, model, log=run / "merge.log", run=run_command)
+    began = time.monotonic()
+    check = check_merged_model(workspace, model, state.scores[2].accuracy, state.scores[2].entropy, run_command)
+    assert check["problem"] is None and "agree within" in check["note"] and time.monotonic() - began < 60
     run_inference(workspace, model, results, log=run / "inference.log", timeout_s=120, run=run_command)
     submission = validate_submission(results, workspace.test_file, model)
     assert submission.samples > 0 and 0 < submission.mean_entropy < math.log(128)

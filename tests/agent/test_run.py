@@ -131,6 +131,9 @@ def test_the_best_method_is_promoted_and_every_decision_has_a_reason(
     assert promoted.last.objective == max(trial.last.objective for trial in at_end if trial.last)
     best = state.full_run.best
     assert best is not None and state.stages["select"]["step"] == best.step
+    assert state.stages["merge"]["check"] == {
+        "unchecked": "the model has no tokenizer files"
+    }  # a scripted one has none
 
 
 def test_the_workspace_changed_only_where_it_may(finished: tuple[Path, Path, dict[str, str]]) -> None:
