@@ -1,4 +1,4 @@
-"""Files of tensors: the streaming entropy of a logits file, and whether a merged model can be used.
+"""Files of tensors: the streaming entropy of a logits file, a data loader's place, and whether a merged model can be used.
 
 The only module of the agent that imports torch.
 """
@@ -82,6 +82,20 @@ def row_entropy(logits: torch.Tensor) -> torch.Tensor:
     terms = torch.where(probability > 0, probability * log_probability, torch.zeros_like(probability))
     entropy = -terms.sum(-1)
     return torch.where(torch.isnan(log_probability).any(-1), torch.full_like(entropy, float("nan")), entropy)
+
+
+def read_batches_given(data_file: Path) -> int | None:
+    """How many batches of the current epoch a checkpoint's data.pt says were given; None when it does not tell.
+
+    verl saves there the state of torchdata's StatefulDataLoader, which differs with and without workers.
+    """
+    try:
+        state = torch.load(data_file, map_location="cpu", weights_only=True)
+        if "_num_yielded" in state:
+            return int(state["_num_yielded"])
+        return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+    except (OSError, RuntimeError, ValueError, EOFError, TypeError, KeyError, pickle.UnpicklingError):
+        return None
 
 
 def find_model_problem(model: Path, base: Path) -> str | None:

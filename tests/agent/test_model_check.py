@@ -88,7 +88,7 @@ def test_it_answers_and_is_measured_as_the_inference_would(embedded: Workspace, 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "head lost": (lose_head, r"Qwen2ForCausalLM has a tensor lm_head\.weight, which the files lack \(1 in all\)"),
-    "head made up": (renew_head, r"its entropy is 5\.\d+ nats per token over \d+ tokens, the trainer logged 0\.26 \(more than"),
+    "head made up": (renew_head, r"its entropy is 5\.\d+ nats per token over \d+ tokens, the trainer logged 0\.26 \(more"),
     "unknown kind": (
         lambda model: configure(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"]),
         r"transformers does not know its architecture \(Qwen9ForCausalLM, model_type 'qwen9'\)",

@@ -14,6 +14,7 @@ from agent.merging import merge_checkpoint
 from agent.model_check import check_merged_model
 from agent.objective import EntropyBand, score_validation
 from agent.submission import publish, run_inference, run_logged, validate_submission
+from agent.tensors import read_batches_given
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
@@ -78,6 +79,9 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
     state = fold(ledger.read()).trials["t001"]
     assert [score.step for score in state.scores] == [0, 1, 2] and state.scores[2].objective > 0
     assert complete_steps(trial / "checkpoints") == [1, 2]
+    assert (
+        read_batches_given(trial / "checkpoints" / "global_step_2" / "data.pt") == 2 < (workspace.steps_per_epoch or 0)
+    )
     assert_nothing_left(run, workspace)
 
     model, results = run / "model", run / "results"

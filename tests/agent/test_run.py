@@ -267,6 +267,8 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     after = read_state(run)
     assert sorted(started) == sorted(["t000", *(f"t{number:03d}" for number in range(1, 7)), "full"])
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
+    told = [str(decision["chosen"]).split()[0] for decision in after.decisions if decision["what"] == "resume"]
+    assert sorted(told) == sorted(name for name, trial in after.trials.items() if trial.attempts > 1)
     assert [event["trial"] for event in events(run, "published")] == ["t000", "full"]
     wait_until(lambda: processes_of(run) == [], 10)
     assert sweep_holders(short_scratch(str(run))) == []
