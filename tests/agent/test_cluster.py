@@ -19,6 +19,7 @@ from agent.ledger import Ledger, RunState, fold
 from agent.objective import EntropyBand, judge
 from scripted_workspace import agent_environment, build_scripted_workspace
 from trials.guard import RUN_TAG
+from trials.runner import read_history
 from trials.script import TrainScript
 from trials.trainable import Place, read_place
 
@@ -148,6 +149,8 @@ def test_proxies_use_both_nodes_and_only_exact_trials_are_promoted(cluster: Clus
         text = (run / "trials" / name / "attempt_1" / "train.sh").read_text()
         assert TrainScript(text).get("trainer.n_gpus_per_node") == "8"
     assert "proxy on 4 GPUs" in (run / "report.html").read_text()
+    steps = [metrics.step for metrics in read_history(run / "trials" / "full")]
+    assert steps == list(range(17))  # from the beginning: no shards of a trial, whatever it trained on, are taken over
 
     neighbour = ray.get_actor("neighbour", namespace="a neighbour")
     assert ray.get(neighbour.ask.remote()) == 7
