@@ -40,6 +40,7 @@ from agent.script_checks import (
     check_prompt_length,
     check_reward,
     check_script,
+    count_kept_checkpoints,
     known,
     number,
 )
@@ -260,7 +261,7 @@ def _check_overlay(workspace: Workspace) -> CheckResult:
 
 
 def _check_version(workspace: Workspace) -> CheckResult:
-    version = read_text(workspace.verl / "verl" / "version" / "version").strip()
+    version = workspace.verl_version
     return CheckResult("verl", f"version {version}" if version else "version unknown (no verl/version/version)")
 
 
@@ -341,7 +342,7 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
     device = known(lambda: workspace.setting("trainer.device")) or "cuda"
     model = known(lambda: workspace.base_model)
     steps, every = known(lambda: workspace.total_steps), known(lambda: workspace.save_freq)
-    kept = number(workspace, "trainer.max_actor_ckpt_to_keep")
+    kept = count_kept_checkpoints(workspace)
     gpus = number(workspace, "trainer.n_gpus_per_node")
     full_run_saves = -(-steps // every) if steps and every else None
     trial_saves = rungs[-1] // rungs[0] if rungs else None
@@ -355,8 +356,8 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
         cpus_per_gpu=read_colocation(workspace.verl),
         ray_cpus=number(workspace, "ray_kwargs.ray_init.num_cpus") or number(workspace, "ray_init.num_cpus"),
         parameters=_count_parameters(model) if model else None,
-        trial_checkpoints=min(trial_saves, kept) if trial_saves and kept else trial_saves,
-        full_run_checkpoints=min(full_run_saves, kept) if full_run_saves and kept else full_run_saves,
+        trial_checkpoints=trial_saves,
+        full_run_checkpoints=min(full_run_saves, kept + 1) if full_run_saves and kept else full_run_saves,
         test_rows=test.rows or None,
         response_tokens=number(workspace, "data.max_response_length"),
         vocabulary=find_vocabulary(model) if model else None,

@@ -35,6 +35,7 @@ from agent.config import AgentConfig, digest
 from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
 from agent.merging import merge_checkpoint
+from agent.model_check import check_merged_model
 from agent.objective import judge, score_validation
 from agent.promotion import (
     CheckpointChoice,
@@ -47,6 +48,7 @@ from agent.promotion import (
 from agent.report import write_report
 from agent.run_folder import Lock, RunFolder
 from agent.rungs import plan_rungs, trial_overrides
+from agent.script_checks import known
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
@@ -58,6 +60,7 @@ from agent.submission import (
     run_logged,
     validate_submission,
 )
+from agent.tensors import read_batches_given
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
 from trials.checkpoints import (
@@ -65,6 +68,8 @@ from trials.checkpoints import (
     complete_steps,
     delete_checkpoints,
     delete_over_limit,
+    describe_data_place,
+    list_problems,
     read_checkpoints,
     repair_tracker,
     set_back,
@@ -1050,14 +1055,25 @@ class Pipeline:
         """
         checkpoints = self.checkpoints_of(trial)
         bring_back(checkpoints)  # of an earlier such retry
-        newest = repair_tracker(checkpoints)
-        if trial.failure != FailureKind.NO_PROGRESS or newest is None:
-            return newest or 0
-        before = trial.resumed_step or newest
-        earlier = set_back(checkpoints, before)
-        start = "from the beginning" if earlier is None else f"from step {earlier}"
-        self.decide("resume", start, f"the attempt of {trial.trial} that went on from step {before} made no step")
-        return earlier or 0
+        reasons = list_problems(checkpoints)
+        step = repair_tracker(checkpoints)
+        if trial.failure == FailureKind.NO_PROGRESS and step is not None:
+            before = trial.resumed_step or step
+            step = set_back(checkpoints, before)
+            reasons.append(f"the attempt that went on from step {before} made no step")
+        self._tell_resume(trial.trial, checkpoints, step, reasons)
+        return step or 0
+
+    def _tell_resume(self, trial: str, checkpoints: Path, step: int | None, reasons: list[str]) -> None:
+        """Record from which step, and from where in the training data, an attempt goes on."""
+        if step is None:
+            self.decide(
+                "resume", f"{trial} from the beginning", "; ".join([*reasons, "there is no checkpoint to go on from"])
+            )
+            return
+        given = read_batches_given(checkpoints / f"global_step_{step}" / "data.pt")
+        place = describe_data_place(step, known(lambda: self.workspace.steps_per_epoch), given)
+        self.decide("resume", f"{trial} from step {step}", "; ".join([*reasons, place]))
 
     # ---- submission ----------------------------------------------------------------------------------------------
 
@@ -1172,7 +1188,8 @@ class Pipeline:
             checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
             verl, base = self.workspace.verl, self.workspace.base_model
             merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
-            return {"model": str(model)}
+            check = check_merged_model(self.workspace, model, choice.accuracy, choice.entropy, run)
+            return {"model": str(model), "check": check}
 
         def infer() -> dict[str, Any]:
             limit_s = self.config.budget.inference_minutes * 60

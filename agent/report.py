@@ -526,6 +526,7 @@ def _proof(state: RunState) -> list[Markup]:
         element("h3", "Submission"),
         _published(state),
         element("p", _submission_facts(_submission(state))),
+        *_model_check(state.stages.get("merge", {}).get("check")),
         element("p", "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."),
     ]
 
@@ -574,6 +575,21 @@ def _submission_facts(submission: Mapping[str, Any]) -> str:
     text = f"Validated: {_samples(submission)}, {tokens} tokens per answer, "
     text += f"policy entropy {format_number(submission.get('mean_entropy'), 4)} nats/token over all of them, "
     return text + f"test accuracy {format_number(submission.get('accuracy'))}."
+
+
+def _model_check(check: Mapping[str, Any] | None) -> list[Markup]:
+    """Training and merged model side by side."""
+    if check is None:
+        return []
+    if "unchecked" in check:
+        return [element("p", f"The merged model was not tried on dev questions: {check['unchecked']}.")]
+    rows = [
+        ("dev accuracy", format_number(check["trainer_accuracy"]), format_number(check["accuracy"])),
+        ("entropy (nats/token)", format_number(check["trainer_entropy"], 4), format_number(check["entropy"], 4)),
+        *check["settings"],
+    ]
+    facts = f"The merged model, tried on dev questions before the inference: {check['note']}."
+    return [element("p", facts), table("merged", "what | in the training | merged model", rows)]
 
 
 def _reference(state: RunState, title: str) -> list[Markup]:

@@ -44,6 +44,7 @@ def check_script(workspace: Workspace) -> list[CheckResult]:
         _check_settings(workspace),
         *_check_schedule(workspace),
         _check_checkpoint_folder(workspace),
+        _check_kept_checkpoints(workspace),
         _check_algorithm(overrides.get("algorithm.adv_estimator")),
         _check_logger(workspace),
         _check_batches(workspace),
@@ -123,6 +124,30 @@ def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
     if read_checkpoints(folder):
         return CheckResult(name, "in use", f"{folder} holds checkpoints, which verl would resume from; move them away")
     return CheckResult(name, str(folder))
+
+
+def count_kept_checkpoints(workspace: Workspace) -> int | None:
+    """How many checkpoints verl keeps, the newest ones; None keeps all, or cannot be known."""
+    if known(lambda: workspace.setting("trainer.remove_previous_ckpt_in_save")) in ("True", "true"):
+        return 1
+    kept = number(workspace, "trainer.max_actor_ckpt_to_keep")
+    return kept if kept and kept > 0 else None
+
+
+def _check_kept_checkpoints(workspace: Workspace) -> CheckResult:
+    """Before 0.7.1, verl makes room for a checkpoint before it saves it: of a single one, nothing is left meanwhile."""
+    name, kept = "checkpoints kept", count_kept_checkpoints(workspace)
+    if kept is None:
+        return CheckResult(name, "all")
+    source = read_text(workspace.verl / "verl" / "utils" / "checkpoint" / "checkpoint_manager.py")
+    version = workspace.verl_version or "of unknown version"
+    if kept == 1 and source and "def register_checkpoint" not in source:
+        problem = (
+            f"verl {version} deletes the old checkpoint before it saves the new one: a full disk or a kill while it saves "
+            "loses the whole full run; set trainer.max_actor_ckpt_to_keep=2 in train.sh"
+        )
+        return warning(name, "the newest 1", problem)
+    return CheckResult(name, f"the newest {kept}, whether or not the best is among them")
 
 
 def _check_logger(workspace: Workspace) -> CheckResult:

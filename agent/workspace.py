@@ -44,6 +44,11 @@ class Workspace:
         return self.root / "task" / "repositories" / "verl"
 
     @property
+    def verl_version(self) -> str:
+        """As the checkout tells it, empty when it does not."""
+        return read_text(self.verl / "verl" / "version" / "version").strip()
+
+    @property
     def core_algos(self) -> Path:
         """The only file of verl that may change."""
         return self.verl / "verl" / "trainer" / "ppo" / "core_algos.py"
@@ -146,8 +151,18 @@ class Workspace:
                 f"{self.train_script}: sets neither trainer.total_training_steps nor both trainer.total_epochs and "
                 "data.train_batch_size; add one so that the agent can plan"
             )
-        rows = sum(int(pq.read_metadata(file).num_rows) for file in self.train_files)
-        return epochs * (rows // batch)
+        return epochs * self._batches(batch)
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """Steps for which the training data last; None where train.sh does not tell it."""
+        batch = self.setting_int("data.train_batch_size")
+        is_plain = self.setting("data.gen_batch_size") is None
+        is_whole = self.setting("data.filter_overlong_prompts") not in ("True", "true")
+        return self._batches(batch) if batch and is_plain and is_whole else None
+
+    def _batches(self, size: int) -> int:
+        return sum(int(pq.read_metadata(file).num_rows) for file in self.train_files) // size
 
     @cached_property
     def save_freq(self) -> int:

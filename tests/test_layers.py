@@ -19,7 +19,11 @@ ALLOWED = {
 HEAVY = {
     "ray": {"agent/cluster.py", "agent/search.py", "trials/trainable.py"},
     "optuna": {"agent/search.py"},
-    "torch": {"agent/tensors.py", "trials/probe.py"},  # the probe runs in the training environment
+    "torch": {
+        "agent/tensors.py",
+        "trials/probe.py",
+        "trials/answering.py",
+    },  # these two run in the training environment
     "verl": set(),
 }
 

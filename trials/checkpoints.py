@@ -133,6 +133,29 @@ def repair_tracker(folder: Path) -> int | None:
     return steps[-1] if steps else None
 
 
+def list_problems(folder: Path) -> list[str]:
+    """Which checkpoints cannot be used, and why."""
+    return [f"step {each.step} cannot be used: {each.problem}" for each in read_checkpoints(folder) if each.problem]
+
+
+def describe_data_place(step: int, steps_per_epoch: int | None, given: int | None) -> str:
+    """Where in the training data a trainer goes on from the checkpoint of a step.
+
+    Args:
+        step: of the checkpoint.
+        steps_per_epoch: None when unknown.
+        given: batches of the current epoch that its data.pt says were given; None when it does not tell.
+    """
+    told = "data.pt does not tell its place" if given is None else f"by data.pt, {given} batches were given"
+    if not steps_per_epoch:
+        return f"steps per epoch unknown; {told}"
+    epoch, batch = divmod(step, steps_per_epoch)
+    place = f"epoch {epoch + 1} after {batch} of {steps_per_epoch} batches"
+    if given is None or given % steps_per_epoch == batch:
+        return f"{place}; {told}"
+    return f"{place}; but {told}: questions are repeated or left out"
+
+
 def set_back(folder: Path, before: int) -> int | None:
     """Let verl resume from the newest complete checkpoint before a step; later ones are put aside, `bring_back` undoes it.
 

@@ -7,7 +7,7 @@ import pytest
 
 from agent.budget import BudgetPlan, Limits, Measured, Schedule, last_save, measure, plan_budget, submission_reserve
 from agent.ledger import Score, TrialState
-from agent.objective import EntropyBand, entropy_score, forecast_exponent, judge
+from agent.objective import WORST, EntropyBand, entropy_score, forecast_exponent, judge
 from agent.promotion import choose_checkpoint, choose_losers, choose_promotion, losing_steps
 from trials.metrics import StepMetrics
 
@@ -79,6 +79,9 @@ def test_checkpoint_choice_says_what_was_lost() -> None:
     assert choose_checkpoint(scores, []) is None
     unjudged = choose_checkpoint([], [20, 40])
     assert unjudged is not None and unjudged.step == 40 and "none of them has been validated" in unjudged.reason
+    broken = [Score(40, 0.4, 0.5, 0.3), Score(60, WORST, 0.6, None)]  # from step 60 on, the entropy was not a number
+    healthy = choose_checkpoint(broken, [40, 60])
+    assert healthy is not None and healthy.step == 40
 
 
 MEASURED = Measured(100.0, 10.0, save_s=20.0, validate_s=30.0)

@@ -25,12 +25,14 @@ from agent.doctor import check_all, read_colocation, read_demand, read_devices, 
 from agent.errors import PreflightError
 from agent.machine import Machine, Volume, read_machine
 from agent.machine_checks import DISK, GIB, check_disks, check_machine, forecast_disks
-from agent.script_checks import read_reward_sources
+from agent.rungs import trial_overrides
+from agent.script_checks import check_script, read_reward_sources
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
 from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.build import build_workspace
 from trials.gpus import Gpu, read_gpus, select_visible
+from wheels import VERSIONS, wheel_tree
 
 ROOT = Path(__file__).parents[2]
 DATA = Path("data/datasets/math.8k")
@@ -804,6 +806,36 @@ def test_disks_are_forecast_for_qwen_on_math500(workspace: Path) -> None:
     assert judge(4 * GIB, 3900 * GIB) == ["ok", "ok", "warning"]  # results roomy, Ray's temporary folder small
     assert judge(9 * GIB, 400 * GIB) == ["warning", "ok", "ok"]  # checkpoints fit, the longest answers would not
     assert judge(2**20, 300 * GIB) == ["failed", "ok", "failed"]
+
+
+def kept_checkpoints(root: Path) -> CheckResult:
+    return next(result for result in check_script(Workspace(root)) if result.name == "checkpoints kept")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_single_checkpoint_is_lost_by_a_save_that_fails_in_old_versions(workspace: Path, version: str) -> None:
+    """The wheel's own checkpoint manager is what is looked at; the disk must hold one more checkpoint than is kept."""
+    set_option("trainer.max_actor_ckpt_to_keep=1")(workspace)
+    package, tree = workspace / "task/repositories/verl/verl", wheel_tree(version) / "verl"
+    for file in ("utils/checkpoint/checkpoint_manager.py", "version/version"):
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tree / file, package / file)
+    result = kept_checkpoints(workspace)
+    is_old = version in ("0.3.0.post1", "0.4.1", "0.5.0", "0.6.1")
+    assert result.state == ("warning" if is_old else "ok")
+    if is_old:
+        assert result.found == "the newest 1" and f"verl {version} deletes the old checkpoint" in str(result.problem)
+        assert "set trainer.max_actor_ckpt_to_keep=2" in str(result.problem)
+    demand = read_demand(AgentConfig(workspace=workspace), Workspace(workspace), (2, 4, 8))
+    assert (demand.trial_checkpoints, demand.full_run_checkpoints) == (4, 2)
+
+
+def test_in_a_trial_verl_deletes_no_checkpoint(workspace: Path) -> None:
+    set_option("+trainer.remove_previous_ckpt_in_save=True trainer.max_actor_ckpt_to_keep=3")(workspace)
+    assert kept_checkpoints(workspace).found == "the newest 1, whether or not the best is among them"
+    asked = trial_overrides(Workspace(workspace), (2, 4, 8), Path("/checkpoints"))
+    assert asked["trainer.remove_previous_ckpt_in_save"] is False and asked["trainer.max_actor_ckpt_to_keep"] is None
+    assert "trainer.del_local_ckpt_after_load" not in asked
 
 
 def test_a_cluster_is_not_judged_by_this_machine(workspace: Path) -> None:

@@ -131,6 +131,9 @@ def test_the_best_method_is_promoted_and_every_decision_has_a_reason(
     assert promoted.last.objective == max(trial.last.objective for trial in at_end if trial.last)
     best = state.full_run.best
     assert best is not None and state.stages["select"]["step"] == best.step
+    assert state.stages["merge"]["check"] == {
+        "unchecked": "the model has no tokenizer files"
+    }  # a scripted one has none
 
 
 def test_the_workspace_changed_only_where_it_may(finished: tuple[Path, Path, dict[str, str]]) -> None:
@@ -265,6 +268,8 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     assert sorted(started) == sorted(["t000", *(f"t{number:03d}" for number in range(1, 7)), "full"])
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
     assert all(0 < float(str(event["seconds"])) < 60 for event in events(run, "attempt_lost"))
+    told = [str(decision["chosen"]).split()[0] for decision in after.decisions if decision["what"] == "resume"]
+    assert sorted(told) == sorted(name for name, trial in after.trials.items() if trial.attempts > 1)
     assert [event["trial"] for event in events(run, "published")] == ["t000", "full"]
     wait_until(lambda: processes_of(run) == [], 10)
     assert sweep_holders(short_scratch(str(run))) == []
