@@ -5,13 +5,14 @@ Heavy packages are imported only by the verb that needs them, so that `--help` a
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.errors import AgentError, ConfigError, Interrupted
+from agent.errors import AgentError, ConfigError, Interrupted, describe_os_error
 
 if TYPE_CHECKING:
     from agent.config import AgentConfig
@@ -22,27 +23,58 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Find, within a fixed wall clock, the remedy against entropy collapse that fits your GRPO run.
 
 Without a verb: start a run. The embedded workspace is created when none is there."""
+_LONGEST_LINE = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if arguments is None:
+        _require_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["run", *words]
     options = _parser().parse_args(words)
     try:
         options.verb(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except AgentError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return error.exit_code
+        return _fail(_one_line(error), error.exit_code)
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return Interrupted.exit_code
+        return _fail("interrupted", Interrupted.exit_code)
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror or error}{where}; fix it, then resume", file=sys.stderr)
-        return 1
+        if _is_output_broken():
+            return _fail(f"standard output cannot be written: {error.strerror}; give it a place with space", 1)
+        again = "resume" if options.verb in (_run, _resume) else "try again"
+        place = next((value for name in ("target", "workspace", "runs") if (value := vars(options).get(name))), "here")
+        return _fail(f"{_one_line(describe_os_error(error, place))}, then {again}", 1)
     return 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    """Say why in one line; what standard output could not take must not fail again at exit."""
+    print(f"error: {message}", file=sys.stderr)
+    if _is_output_broken():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_code
+
+
+def _is_output_broken() -> bool:
+    """Whether standard output is full or nobody reads it any more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _require_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where the locale has another encoding, so that paths are what scripts call them."""
+    is_other = sys.getfilesystemencoding() != "utf-8"
+    if is_other and not sys.flags.ignore_environment and "utf8" not in sys._xoptions:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +168,7 @@ def _run(options: argparse.Namespace) -> None:
         before = read_manifest(workspace)
         facts = {"workspace": str(workspace.root), "total_steps": workspace.total_steps, "rungs": rungs}
         create_run_folder(folder, config, facts)
-        folder.manifest.write_text(json.dumps(before, indent=1))
+        folder.manifest.write_text(json.dumps(before, indent=1), encoding="utf-8")
         folder.ledger.append("workspace_checked", checks=[vars(check) for check in checks])
         _lock_run(locks, folder)
         _execute(folder, config)
@@ -188,8 +220,6 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _init(options: argparse.Namespace) -> None:
-    import os
-
     from agent.scaffold import Request, build_scaffold
     from trials.gpus import read_gpus
 
@@ -317,8 +347,6 @@ def _create_embedded_workspace(config: "AgentConfig") -> None:
 
 def _verl_of_training_environment(config: "AgentConfig") -> Path | None:
     """verl's package folder in the training environment; None when that is the agent's own."""
-    import os
-
     from agent.errors import PreflightError
     from trials.environment import EnvironmentUnusable, read_training_environment
     from trials.runner import child_environment
@@ -352,5 +380,7 @@ def _tell(submission: "Submission", report: Path) -> None:
     print(f"valid submission of {submission.samples} samples published{accuracy}; report: {report}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(message: object) -> str:
+    """A message without line ends; of a very long one the beginning, and the end, which says what to do."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 200]} … {text[-200:]}"

@@ -161,7 +161,9 @@ def _check_bash(name: str, path: Path) -> CheckResult:
         return result
     if b"\r\n" in path.read_bytes():
         return CheckResult(name, "CRLF", f"{path} has Windows line ends, which bash does not take; run dos2unix on it")
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, errors="replace", timeout=20)
+    done = subprocess.run(
+        ["bash", "-n", str(path)], capture_output=True, encoding="utf-8", errors="replace", timeout=20
+    )
     if done.returncode != 0:
         return CheckResult(
             name, "no bash script", f"{path}: {(done.stderr.strip().splitlines() or ['bash -n fails'])[0][:200]}"

@@ -83,7 +83,7 @@ def read_context(model: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None when the file is missing or holds something else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

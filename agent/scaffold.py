@@ -252,10 +252,10 @@ def needs_reward(package: Path, splits: dict[str, Questions]) -> bool:
 def _fill_scripts(scripts: Path, settings: dict[str, Any]) -> None:
     scripts.mkdir(parents=True)
     for name in ("train.sh", "inference.sh", "inference.py"):
-        text = (TEMPLATES / name).read_text()
+        text = (TEMPLATES / name).read_text(encoding="utf-8")
         for placeholder, value in settings.items():
             text = text.replace(f"@{placeholder}@", str(value))
-        (scripts / name).write_text(text)
+        (scripts / name).write_text(text, encoding="utf-8")
     for script in scripts.glob("*.sh"):
         script.chmod(0o755)
     if settings["REWARD"]:

@@ -263,7 +263,7 @@ def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
 def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
     """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
     try:
-        tree = ast.parse((package / _REWARDS).read_text())
+        tree = ast.parse((package / _REWARDS).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return set()
     found = set()

@@ -32,7 +32,9 @@ def count_tokens_of(texts: Sequence[str], model: Path, training_env: Path | None
     python = training_env / "bin" / "python3" if training_env else Path(sys.executable)
     command = [str(python), "-c", _PROGRAM, str(model / "tokenizer.json")]
     try:
-        done = subprocess.run(command, input=json.dumps(list(texts)), capture_output=True, text=True, timeout=_LIMIT_S)
+        done = subprocess.run(
+            command, input=json.dumps(list(texts)), capture_output=True, encoding="utf-8", timeout=_LIMIT_S
+        )
         counts = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None

@@ -186,7 +186,7 @@ class Workspace:
 def read_text(path: Path) -> str:
     """A script's text, empty when it cannot be read."""
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(errors="replace", encoding="utf-8")
     except OSError:
         return ""
 
@@ -205,7 +205,7 @@ def _listed_names(value: str) -> list[str]:
 def find_vocabulary(model: Path) -> int | None:
     """The vocabulary size in a model's config.json (also of its text part), None when it names none."""
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -85,7 +85,7 @@ def read_training_environment(
     where = environment.get("PATH", "").split(os.pathsep)[0]
     try:
         done = subprocess.run(
-            ["env", *command], input=json.dumps(request), env=quiet, cwd=folder, capture_output=True, text=True,
+            ["env", *command], input=json.dumps(request), env=quiet, cwd=folder, capture_output=True, encoding="utf-8",
             timeout=_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

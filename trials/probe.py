@@ -29,7 +29,7 @@ def versions(verl: str | None) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if verl and os.path.isfile(path := os.path.join(verl, "version", "version")):
-        with open(path) as file:  # a checkout's own version counts, not that of an installed verl behind it
+        with open(path, encoding="utf-8") as file:  # a checkout's own version, not that of an installed verl behind it
             found["verl"] = file.read().strip()
     return found
 
