@@ -35,15 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = ["run", *words]
     options = _parser().parse_args(words)
     try:
-        options.verb(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        try:
+            options.verb(options)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except AgentError as error:
         return _fail(_one_line(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.exit_code)
     except OSError as error:
-        if _is_output_broken():
+        if error.filename is None and _is_output_broken():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
             return _fail(f"standard output cannot be written: {error.strerror}; give it a place with space", 1)
         again = "resume" if options.verb in (_run, _resume) else "try again"
         place = next((value for name in ("target", "workspace", "runs") if (value := vars(options).get(name))), "here")
@@ -52,21 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    """Say why in one line; what standard output could not take must not fail again at exit."""
     print(f"error: {message}", file=sys.stderr)
-    if _is_output_broken():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code
 
 
 def _is_output_broken() -> bool:
     """Whether standard output is full or nobody reads it any more."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        return sys.stdout is not None and os.write(sys.stdout.fileno(), b"\n") == 0
     except OSError:
         return True
-    return False
 
 
 def _require_utf8() -> None:
@@ -295,7 +293,10 @@ def _status(options: argparse.Namespace) -> None:
     folder = find_run_folder(options.runs, options.run)
     state = folder.read_state()
     curves = read_curves(folder.path, state.trials)
-    Console().print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
+    console = Console()
+    with console.capture() as page:  # rich itself would end silently when nobody reads it
+        console.print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
+    print(page.get(), end="")
 
 
 def _report(options: argparse.Namespace) -> None:

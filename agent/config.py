@@ -198,6 +198,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> AgentConfig
     absolute = {"workspace": config.workspace.resolve(), "runs": config.runs.resolve()}
     if config.training_env is not None:
         absolute["training_env"] = config.training_env.absolute()  # a venv's python is a link that must not be followed
+    for key, place in absolute.items():
+        if (shown := str(place).encode(errors="backslashreplace").decode()) != str(place):
+            raise ConfigError(f"{key} {shown} is not UTF-8 and cannot be written into scripts; rename the folder")
     return config.model_copy(update=absolute)
 
 

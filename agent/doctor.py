@@ -124,7 +124,10 @@ def render_table(results: Sequence[CheckResult]) -> Table:
 def print_table(results: Sequence[CheckResult]) -> None:
     """Write the table to standard output; wide enough to be searched when that is not a terminal."""
     console = Console()
-    Console(width=None if console.is_terminal else 200).print(render_table(results))
+    console = Console(width=None if console.is_terminal else 200)
+    with console.capture() as page:  # rich itself would end silently when nobody reads it
+        console.print(render_table(results))
+    print(page.get(), end="")
 
 
 # ---- paths ------------------------------------------------------------------------------------------------------------
