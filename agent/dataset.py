@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.checks import CheckResult, first_line, warning
+from search_spaces.plain_files import require_file
 
 SCHEMA = ("data_source", "prompt", "reward_model")
 _ROWS_AT_ONCE = 1024
@@ -53,10 +54,8 @@ def read_dataset(paths: Sequence[Path], required: Sequence[str] = SCHEMA) -> Dat
 
 
 def _read_file(dataset: Dataset, path: Path, required: Sequence[str]) -> str | None:
-    if not path.is_file():
-        return f"{path} does not exist; restore it"
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(require_file(path))
         missing = set(required) - set(file.schema_arrow.names)
         if missing:
             return f"{path}: columns {sorted(missing)} are missing; write verl's schema"
@@ -69,6 +68,8 @@ def _read_file(dataset: Dataset, path: Path, required: Sequence[str]) -> str | N
             for record in batch.to_pylist():
                 _read_row(dataset, f"{path.name} row {row}", record)
                 row += 1
+    except FileNotFoundError:
+        return f"{path} does not exist; restore it"
     except (pa.ArrowException, OSError, ValueError) as error:
         return f"{path} is not a readable parquet file ({first_line(error)}); write it again"
     return None
@@ -83,7 +84,7 @@ def read_prompts(paths: Sequence[Path]) -> Iterator[str]:
     """The text of every usable prompt; a file that cannot be read has none."""
     for path in paths:
         try:
-            for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE, columns=["prompt"]):
+            for batch in pq.ParquetFile(require_file(path)).iter_batches(_ROWS_AT_ONCE, columns=["prompt"]):
                 for prompt in batch.column("prompt").to_pylist():
                     if _find_prompt_problem(prompt) is None:
                         yield _prompt_text(prompt)

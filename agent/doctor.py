@@ -46,6 +46,7 @@ from agent.script_checks import (
 from agent.slots import read_ask, read_proxy_overrides
 from agent.training import check_training
 from agent.workspace import Workspace, find_vocabulary, read_text
+from search_spaces.plain_files import require_file
 from trials.batching import BATCH_DEFAULTS
 from verl_overlay import install
 
@@ -148,8 +149,12 @@ def _check_paths(workspace: Workspace) -> list[CheckResult]:
 
 
 def _check_file(name: str, path: Path, writable: bool = False) -> CheckResult:
-    if not path.is_file():
+    try:
+        require_file(path)
+    except FileNotFoundError:
         return CheckResult(name, "missing", f"{path} does not exist; restore it")
+    except OSError as error:
+        return CheckResult(name, "no file", f"{path}: {error.strerror}; restore it")
     if not _may(path, os.R_OK | (os.W_OK if writable else 0)):
         return CheckResult(name, "no permission", f"{path} is not {'writable' if writable else 'readable'}; chmod it")
     if path.stat().st_size == 0:

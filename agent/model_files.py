@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks import CheckResult
+from search_spaces.plain_files import require_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -39,8 +40,8 @@ def _weight_files(model: Path) -> list[Path]:
 
 
 def _count_in_file(file: Path) -> int:
-    size = file.stat().st_size
     try:
+        size = require_file(file).stat().st_size
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header: dict[str, Any] = json.loads(opened.read(length)) if length < size else {}
@@ -49,6 +50,8 @@ def _count_in_file(file: Path) -> int:
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
         parameters = sum(int(math.prod(entry["shape"])) for entry in tensors)
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror}); copy it again") from None
     except (struct.error, ValueError, AttributeError, KeyError, TypeError):
         raise WeightsError(f"{file} is not a safetensors file; copy it again") from None
     if size < end:
@@ -83,7 +86,7 @@ def read_context(model: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None when the file is missing or holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(require_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from agent.checks import first_line
 from agent.dataset import find_row_problem, normalise_answer
 from agent.errors import PreflightError
+from search_spaces.plain_files import require_file
 
 QUESTION, ANSWER = ("question", "problem"), ("answer", "ground_truth")
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -61,11 +62,11 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """(row or line number, record or complaint) of each."""
     try:
         if path.suffix in (".jsonl", ".json"):
-            with path.open(encoding="utf-8") as file:
+            with require_file(path).open(encoding="utf-8-sig") as file:
                 yield from ((f"line {number}", _parse(line)) for number, line in enumerate(file, 1) if line.strip())
         elif path.suffix == ".parquet":
             row = 0
-            for batch in pq.ParquetFile(path).iter_batches():
+            for batch in pq.ParquetFile(require_file(path)).iter_batches():
                 for record in batch.to_pylist():
                     yield f"row {row}", record
                     row += 1

@@ -15,6 +15,7 @@ from agent.model_files import read_context
 from agent.packages import find_package_version
 from agent.token_counts import count_tokens_of
 from agent.workspace import Workspace, read_text
+from search_spaces.plain_files import require_file
 from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS, batch_problems
 from trials.checkpoints import read_checkpoints
 
@@ -166,7 +167,7 @@ def _count_ranks(workspace: Workspace) -> int | None:
 
 
 def _count_rows(file: Path) -> int | None:
-    return known(lambda: int(pq.read_metadata(file).num_rows))
+    return known(lambda: int(pq.read_metadata(require_file(file)).num_rows))
 
 
 def _check_dev_settings(workspace: Workspace) -> CheckResult:
@@ -263,7 +264,7 @@ def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
 def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
     """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
     try:
-        tree = ast.parse((package / _REWARDS).read_text(encoding="utf-8"))
+        tree = ast.parse(require_file(package / _REWARDS).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return set()
     found = set()
