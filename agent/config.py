@@ -132,7 +132,8 @@ class AgentConfig(_Section):
         """
         prefix = self.training_env or default_prefix(self.workspace)
         if prefix is not None and find_python(prefix) is None:
-            raise ConfigError(f"training_env {prefix} has no bin/python3; name the folder of a venv or a conda prefix")
+            fix = "name" if self.training_env else "restore it, or set training_env to"
+            raise ConfigError(f"training_env {prefix} has no bin/python3; {fix} the folder of a venv or a conda prefix")
         return str(prefix) if prefix else None
 
     def read_space(self) -> SearchSpace:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks import CheckResult
-from search_spaces.plain_files import require_file
+from search_spaces.plain_files import NotAFile, require_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -60,14 +60,15 @@ def _count_in_file(file: Path) -> int:
 
 
 def count_tokens(model: Path) -> int | None:
-    """The tokenizer's length: its highest id + 1. None when it is not in tokenizer.json (nor vocab.json)."""
+    """The tokenizer's length: its highest id + 1. None when neither tokenizer.json nor vocab.json says it."""
     tokenizer = read_json(model / "tokenizer.json")
-    vocabulary = (tokenizer or {}).get("model", {}).get("vocab") if tokenizer else read_json(model / "vocab.json")
-    if not isinstance(vocabulary, (dict, list)):
+    try:
+        vocabulary = tokenizer["model"]["vocab"] if tokenizer else (read_json(model / "vocab.json") or [])
+        added = [entry["id"] for entry in (tokenizer or {}).get("added_tokens", [])]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([*ids, *added])) + 1
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    added = [entry["id"] for entry in (tokenizer or {}).get("added_tokens", [])]
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    return max([*ids, *added], default=-1) + 1
 
 
 def read_context(model: Path) -> int | None:
@@ -102,6 +103,8 @@ def check_model(model: Path, vocabulary: int | None) -> list[CheckResult]:
         model: its folder.
         vocabulary: the `vocab_size` of its configuration; None when it names none.
     """
+    if kind := _find_kind(model / "config.json"):
+        return [CheckResult("base model", "no file", f"{kind}; copy the model again")]
     if not (model / "config.json").is_file():
         hint = (
             "put the base model there" if model.is_absolute() else "write the absolute path of a folder with the model"
@@ -111,6 +114,17 @@ def check_model(model: Path, vocabulary: int | None) -> list[CheckResult]:
         problem = f"{model}/config.json is not JSON or names no vocab_size"
         return [CheckResult("base model", "no vocab_size", problem)]
     return [_check_weights(model), _check_tokenizer(model, vocabulary)]
+
+
+def _find_kind(path: Path) -> str | None:
+    """What is there in place of a file; None for a file and for nothing."""
+    try:
+        require_file(path)
+    except NotAFile as error:
+        return str(error)
+    except OSError:
+        pass
+    return None
 
 
 def _check_weights(model: Path) -> CheckResult:
@@ -133,6 +147,9 @@ def _check_tokenizer(model: Path, vocabulary: int) -> CheckResult:
             name, "no tokenizer", f"{model}/tokenizer_config.json does not exist; copy the tokenizer's files"
         )
     tokens = count_tokens(model)
+    if tokens is None and (file := model / "tokenizer.json").exists():
+        problem = f"{_find_kind(file) or f'{file} is damaged'}; copy the tokenizer again"
+        return CheckResult(name, f"model {vocabulary}, tokenizer unknown", problem)
     if tokens is None:
         return CheckResult(name, f"model {vocabulary}, tokenizer unknown (no tokenizer.json)")
     found = f"model {vocabulary}, tokenizer {tokens}"

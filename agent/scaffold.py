@@ -4,8 +4,11 @@ The folder appears whole or not at all, and an existing file is never overwritte
 """
 
 import math
+import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +21,11 @@ from agent.errors import PreflightError
 from agent.model_files import read_context
 from agent.questions import Questions, read_questions
 from agent.script_checks import is_known_source, read_reward_sources
-from agent.token_counts import count_tokens_of
 from trials import grading, scaffold
 from trials.batching import propose_batches
 from trials.embedded.build import build_folder, copy_verl
+from trials.environment import EnvironmentUnusable, TrainingRequest, read_training_environment
+from trials.runner import child_environment
 
 TEMPLATES = Path(scaffold.__file__).parent
 SPLITS = ("train", "dev", "test")
@@ -215,7 +219,14 @@ def plan_prompt_tokens(request: Request, splits: dict[str, Questions]) -> int:
     texts = [
         "\n".join(message["content"] for message in row["prompt"]) for part in splits.values() for row in part.rows
     ]
-    counts = count_tokens_of(texts, request.model, request.training_env)
+    tokenizer = request.model.expanduser().resolve() / "tokenizer.json"
+    counts: Sequence[int] | None = None
+    if tokenizer.is_file():
+        prefix = str(request.training_env.expanduser().absolute()) if request.training_env else None
+        asked = TrainingRequest(tokenizer=str(tokenizer), texts=texts)
+        with suppress(EnvironmentUnusable):
+            inherited = child_environment(os.environ, prefix, run_tag="")
+            counts = read_training_environment(inherited, Path("/"), asked).tokens
     if counts is None:  # a byte-level tokenizer makes at most one token of a byte
         counts = [len(text.encode()) for text in texts]
     return min(_PROMPT_LIMIT, math.ceil((max(counts) + _TEMPLATE_TOKENS) / 128) * 128)
