@@ -6,11 +6,12 @@ Heavy packages are imported only by the verb that needs them, so that `--help` a
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agent.errors import AgentError, ConfigError, Interrupted, describe_os_error
 
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="verb")
 
     run = verbs.add_parser("run", help="start a new run (the default)")
+    run.register("action", None, _Once)
     run.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML); every key: agent/config.py")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. search.trials=20")
     run.add_argument("--workspace", metavar="DIR", help="root of the task; short for --set workspace=DIR")
@@ -94,23 +96,26 @@ def _parser() -> argparse.ArgumentParser:
     doctor = verbs.add_parser(
         "doctor", help="check workspace, configuration and machine; nothing is started or written"
     )
+    doctor.register("action", None, _Once)
     doctor.add_argument("--config", type=Path, metavar="FILE", help="as for run")
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for run")
     doctor.add_argument("--workspace", metavar="DIR", help="as for run")
     doctor.set_defaults(verb=_doctor)
 
     init = verbs.add_parser("init", help="create a workspace for your own model and data on GPUs")
+    init.register("action", None, _Once)
     init.add_argument("target", type=Path, metavar="DIR", help="folder to create")
     init.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the base model")
     for split in ("train", "dev", "test"):
         text = f"{split} data: parquet in verl's schema, or parquet or JSON lines with question and answer"
         init.add_argument(f"--{split}", type=Path, nargs="+", required=True, metavar="FILE", help=text)
-    init.add_argument(
-        "--gpus", type=_positive, metavar="N", help="GPUs of one training; by default those of this machine"
-    )
-    init.add_argument("--steps", type=_positive, metavar="N", help="training steps; by default two epochs, 40 to 400")
-    init.add_argument("--responses", type=_positive, default=8, metavar="N", help="responses to each prompt (8)")
-    init.add_argument("--response-tokens", type=_positive, metavar="N", help="longest response; by default 2048")
+    for name, low, high, text in (
+        ("gpus", 1, 1024, "GPUs of one training; by default those of this machine"),
+        ("steps", 1, 10**6, "training steps; by default two epochs, 40 to 400"),
+        ("responses", 2, 1024, "responses to each prompt, compared with each other; by default 8"),
+        ("response-tokens", 1, 10**6, "longest response; by default 2048"),
+    ):
+        init.add_argument(f"--{name}", type=_between(low, high), metavar="N", help=text)
     init.add_argument("--verl", type=Path, metavar="DIR", help="verl checkout to copy; by default the installed verl")
     init.add_argument("--training-env", type=Path, metavar="DIR", help="environment to copy verl from")
     init.add_argument("--copy-model", action="store_true", help="copy the model instead of linking to it")
@@ -233,7 +238,7 @@ def _init(options: argparse.Namespace) -> None:
         test=tuple(options.test),
         gpus=gpus,
         steps=options.steps,
-        responses=options.responses,
+        responses=options.responses or 8,
         response_tokens=options.response_tokens,
         verl=options.verl,
         training_env=options.training_env,
@@ -309,11 +314,25 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report(folder.path))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not a number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+class _Once(argparse.Action):
+    """Stores an option's value; an option that is given twice is refused, as only one of its values could count."""
+
+    _is_given = False
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if self._is_given:
+            parser.error(f"{option_string or self.dest} is given twice; give it once, with all its values behind it")
+        self._is_given = True
+        setattr(namespace, self.dest, values)
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------

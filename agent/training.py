@@ -239,7 +239,8 @@ def _check_batches(workspace: Workspace, environment: TrainingEnvironment | None
 
 
 def _read_batch_settings(workspace: Workspace) -> dict[str, Any] | None:
-    """As train.sh gives them, with verl's defaults; None when the CPU trains and train.sh does not say on how many ranks."""
+    """As train.sh gives them, with verl's defaults; None when it leaves the batch, or the ranks of a CPU, open."""
     given = {key: value for key in BATCH_SETTINGS if (value := read_setting(workspace, key)) is not None}
     is_cpu = read_setting(workspace, "trainer.device") == "cpu"
-    return None if is_cpu and "trainer.n_gpus_per_node" not in given else {**BATCH_DEFAULTS, **given}
+    needed = {"data.train_batch_size", *(["trainer.n_gpus_per_node"] if is_cpu else [])}
+    return {**BATCH_DEFAULTS, **given} if needed <= given.keys() else None

@@ -18,6 +18,8 @@ from agent.run_folder import RunFolder
 from eight_gpus import build_eight_gpu_workspace
 from trials.runner import build_environment
 
+pytestmark = pytest.mark.usefixtures("verl_is_not_imported")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,8 +1,6 @@
 """Whether verl would run with what is asked: checked on the rebuilt 8-GPU task, before a trial is spent."""
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,9 @@ from agent.errors import ConfigError, PreflightError
 from agent.training import check_training
 from agent.workspace import Workspace, forbidden_changes
 from eight_gpus import build_eight_gpu_workspace
-from trials.environment import TrainingEnvironment, TrainingRequest, read_training_environment
 from trials.script import OverrideValue
+
+pytestmark = pytest.mark.usefixtures("verl_is_not_imported")
 
 ASKED: dict[str, OverrideValue] = {
     "trainer.test_freq": 30,
@@ -47,16 +46,6 @@ def edit(root: Path, *replacements: tuple[str, str]) -> Workspace:
         text = text.replace(old, new)
     script.write_bytes(text.encode())
     return Workspace(root)
-
-
-@pytest.fixture(autouse=True)
-def without_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing verl takes seconds; tests/trials/test_environment.py and the doctor's try it."""
-
-    def ask(environment: Mapping[str, str], folder: Path, request: TrainingRequest) -> TrainingEnvironment:
-        return read_training_environment(environment, folder, replace(request, imports_verl=False))
-
-    monkeypatch.setattr("agent.training.read_training_environment", ask)
 
 
 def check(workspace: Workspace) -> dict[str, CheckResult]:
