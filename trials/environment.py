@@ -6,8 +6,10 @@ it is asked in one subprocess (`trials/probe.py`), which prints JSON.
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,17 +115,23 @@ def _ask(program: str, said: str, environment: Mapping[str, str], folder: Path, 
     """What a program prints; when it was cut short, what it had printed by then."""
     where = _first_folder(environment)
     command = ["env", "python3", "-c", program]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=environment, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
     try:
-        done = subprocess.run(
-            command, input=said.encode(), env=environment, cwd=folder, capture_output=True, timeout=limit_s
-        )
-        output, code = done.stdout.decode(errors="replace"), done.returncode
-        reason = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1][:300]
+        printed, complaint = process.communicate(said.encode(), limit_s)
+        reason = (complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     except subprocess.TimeoutExpired as error:
-        output, code = (error.stdout or b"").decode(errors="replace"), 1
-        reason = f"it did not answer within {limit_s:.0f} s"
-    if code != 0 and MARK not in output:
-        raise EnvironmentUnusable(f"python3 of {where} cannot be asked: {reason}; set training_env to one that works")
+        printed, reason = error.output or b"", f"it did not answer within {limit_s:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+    output = printed.decode(errors="replace")
+    if process.wait() != 0 and MARK not in output:
+        raise EnvironmentUnusable(
+            f"python3 of {where} cannot be asked: {reason[:300]}; set training_env to one that works"
+        )
     return output
 
 

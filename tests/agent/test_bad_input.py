@@ -134,6 +134,8 @@ CONFIGS = [
     ("search: {trials: 3}\nsearch: {trials: 4}", "line 2: the key 'search' appears twice"),
     ("search: {space: nowhere.yaml}", "nowhere.yaml"),
     ("search: [", "not valid YAML"),
+    ("search: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+    ("# " + "x" * 2**20, "more than a configuration's 1048576"),
     ("search: {last_rung_steps: 7, first_rung_steps: 2}", "must be a multiple"),
 ]
 
@@ -176,6 +178,9 @@ def test_paths_are_relative_to_the_configuration_file(tmp_path: Path) -> None:
         (("--name", "x\n"), 2, "--name x"),
         (("--set", "search={a: 1, a: 2}"), 2, "the key 'a' appears twice"),
         (("--set", "workspace=~nosuchuser/x"), 2, "home directory"),
+        (("--config", "/dev/zero"), 2, "/dev/zero: cannot be read (is a device, not a file)"),
+        (("--set", "search.space=/dev/zero"), 2, "/dev/zero: cannot be read (is a device, not a file)"),
+        (("--config", "/proc/self"), 2, "cannot be read (is a folder, not a file)"),
     ],
 )
 def test_wrong_usage_is_refused(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str) -> None:

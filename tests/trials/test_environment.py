@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,16 @@ def test_one_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
 def test_one_that_hangs_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
-    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.write_text(f"#!/bin/sh\nsleep 61 &\necho $! >{tmp_path}/child\nwait\n")
     python.chmod(0o755)
     monkeypatch.setattr("trials.environment._FIRST_ANSWER_S", 1.0)
     with pytest.raises(EnvironmentUnusable, match="it did not answer within 1 s; set training_env to one that works"):
         read_training_environment(child_environment(os.environ, str(tmp_path), "test"), Path("/"))
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_bytes():  # not a zombie's
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 CORE_ALGOS = {
