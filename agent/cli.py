@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Find, within a fixed wall clock, the remedy against entropy collapse that fits your GRPO run.
 
 Without a verb: start a run. The embedded workspace is created when none is there."""
-_LONGEST_LINE = 2000
+_LONGEST_LINE = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,18 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", Interrupted.exit_code)
     except OSError as error:
-        if error.filename is None and _is_output_broken():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
-            return _fail(f"standard output cannot be written: {error.strerror}; give it a place with space", 1)
-        again = "resume" if options.verb in (_run, _resume) else "try again"
-        place = next((value for name in ("target", "workspace", "runs") if (value := vars(options).get(name))), "here")
-        return _fail(f"{_one_line(describe_os_error(error, place))}, then {again}", 1)
+        return _fail(_one_line(_describe(error, options)), 1)
     return 0
 
 
 def _fail(message: str, exit_code: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     return exit_code
+
+
+def _describe(error: OSError, options: argparse.Namespace) -> str:
+    if error.filename is None and _is_output_broken():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
+        return f"standard output cannot be written: {error.strerror}; give it a place with space"
+    places = (vars(options).get(name) for name in ("target", "workspace", "runs"))
+    again = "resume" if options.verb in (_run, _resume) else "try again"
+    return f"{describe_os_error(error, next(filter(None, places), 'the run folder'))}, then {again}"
 
 
 def _is_output_broken() -> bool:
@@ -128,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "write report.html and optuna.db again"),
     ):
         sub = verbs.add_parser(name, help=text)
+        sub.register("action", None, _Once)
         sub.add_argument("run", nargs="?", help="name or path of the run; the newest by default")
         sub.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders")
         sub.set_defaults(verb=verb)

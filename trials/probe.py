@@ -22,6 +22,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+OVERLAY = b"\n\n\n# >>> verl_overlay"
+"""Where the block begins; that it is whole is for the agent to check."""
 MARK = "grpo-tuning-agent probe: "
 LOAD_LIMIT_S = 90
 PACKAGES = (
@@ -126,13 +128,15 @@ def resolved(config: Any, omega: Any) -> Any:
 
 
 def is_as_released(path: str) -> bool:
-    """Whether a file is byte for byte one of the installed verl, so that there is nothing to try."""
+    """Whether a file, but for the overlay's block, is byte for byte one of the installed verl: nothing is to be tried."""
     try:
         files = importlib.metadata.files("verl") or []
     except importlib.metadata.PackageNotFoundError:
         return False
     with open(path, "rb") as file:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(file.read()).digest()).rstrip(b"=").decode()
+        digest = (
+            base64.urlsafe_b64encode(hashlib.sha256(file.read().partition(OVERLAY)[0]).digest()).rstrip(b"=").decode()
+        )
     return any(each.hash is not None and each.hash.value == digest for each in files)
 
 

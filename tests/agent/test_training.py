@@ -79,6 +79,11 @@ def test_all_wrong_settings_are_named_at_once(root: Path) -> None:
     assert "trainer.critic_warmpu is not a setting of this verl; did you mean trainer.critic_warmup" in problem
 
 
+def test_what_hydra_refuses_is_not_called_composed(root: Path) -> None:
+    result = check(edit(root, ("trainer.nnodes=1", "trainer.nnodes=[1")))["verl's configuration"]
+    assert result.found == "refused by Hydra" and "cannot be composed: " in str(result.problem)
+
+
 def test_impossible_batches_are_refused(root: Path) -> None:
     workspace = edit(root, ("ppo_mini_batch_size=64", "ppo_mini_batch_size=48"), ("GPUS=8", "GPUS=5"))
     problem = check(workspace)["batch sizes"].problem
