@@ -43,7 +43,6 @@ def check_training(workspace: Workspace, prefix: str | None, asked: Mapping[str,
         asked: what a trial changes in train.sh.
     """
     inherited = child_environment(os.environ, prefix, run_tag="check")
-    results: list[CheckResult] = []
     try:
         script = TrainScript(workspace.script.render(asked), workspace.scripts)
     except PreflightError:
@@ -52,7 +51,7 @@ def check_training(workspace: Workspace, prefix: str | None, asked: Mapping[str,
         found = CheckResult("training command", "cannot be changed", f"{workspace.train_script}: {error}")
         alone = _check_environment_alone(inherited)
         return TrainingCheck(alone.environment, [found, *alone.results])
-    results.append(_check_problems(script, inherited))
+    results = [_check_problems(script, inherited)]
     arguments, unknown = script.arguments(inherited)
     request = _build_request(workspace, script, arguments, inherited)
     try:
@@ -62,12 +61,9 @@ def check_training(workspace: Workspace, prefix: str | None, asked: Mapping[str,
     except EnvironmentUnusable as error:
         results.append(CheckResult("training environment", "unusable", str(error)))
         return TrainingCheck(None, [*results, _check_batches(workspace, None)])
-    missing = [name for name in _NEEDED if name not in environment.versions] if not script.other_python() else []
-    problem = f"{environment.python} has no {', '.join(missing)}; install what verl needs, or set training_env"
-    results.append(CheckResult("training environment", describe(environment), problem if missing else None))
-    results.append(_check_verl_in_use(workspace, script, environment, inherited))
+    results += [_check_packages(script, environment), _check_verl_in_use(workspace, script, environment, inherited)]
     if _is_certain(workspace, environment):
-        results.append(_check_import(workspace, environment))
+        results += [_check_import(workspace, environment)] if request.imports_verl else []
         results += _check_configuration(script, environment, asked, unknown)
     else:
         results.append(CheckResult("verl's configuration", "not composed: it is not certain which verl is in use"))
@@ -88,18 +84,38 @@ def _check_environment_alone(inherited: Mapping[str, str]) -> TrainingCheck:
 def _build_request(
     workspace: Workspace, script: TrainScript, arguments: list[str], inherited: Mapping[str, str]
 ) -> TrainingRequest:
+    """What to ask. Nothing is loaded with a Python, or a PYTHONPATH, that may not be those of train.sh."""
     model, limit = known(lambda: workspace.base_model), number(workspace, "data.max_prompt_length")
     tokenizer = known(lambda: str(require_file(model / "tokenizer.json"))) if model else None
     doubtful = [text for text in read_prompts(workspace.dev_files) if limit and len(text.encode()) > limit]
+    if _find_other_python(script, inherited):
+        return TrainingRequest(arguments, script.flags(inherited), tokenizer=tokenizer, texts=doubtful)
     path, function = read_reward_setting(workspace)
     reward = known(lambda: (str(require_file(Path(path))), function)) if path else None
     return TrainingRequest(arguments, script.flags(inherited), True, reward, tokenizer, doubtful)
+
+
+def _find_other_python(script: TrainScript, inherited: Mapping[str, str]) -> str | None:
+    """Why the training command may import other things than the Python that is asked; None when it does not."""
+    if other := script.other_python():
+        return f"{other} may choose another Python"
+    try:
+        script.variable("PYTHONPATH", inherited)
+    except ScriptError as error:
+        return str(error)
+    return None
 
 
 def describe(environment: TrainingEnvironment) -> str:
     """One line: prefix and versions."""
     versions = [f"{name} {environment.versions[name]}" for name in _SHOWN if name in environment.versions]
     return f"{environment.prefix}: Python {environment.python_version}, {', '.join(versions) or 'no verl'}"
+
+
+def _check_packages(script: TrainScript, environment: TrainingEnvironment) -> CheckResult:
+    missing = [name for name in _NEEDED if name not in environment.versions] if not script.other_python() else []
+    problem = f"{environment.python} has no {', '.join(missing)}; install what verl needs, or set training_env"
+    return CheckResult("training environment", describe(environment), problem if missing else None)
 
 
 def _check_problems(script: TrainScript, inherited: Mapping[str, str]) -> CheckResult:
@@ -129,12 +145,8 @@ def _check_verl_in_use(
 ) -> CheckResult:
     """The overlay acts in the workspace's verl: it must be the one that train.sh imports."""
     name, seen = "verl in use", environment.core_algos
-    if other := script.other_python():
-        return CheckResult(name, f"not known before the first step: {other} may choose another Python")
-    try:
-        script.variable("PYTHONPATH", inherited)
-    except ScriptError as error:
-        return CheckResult(name, f"not known before the first step: {error}")
+    if other := _find_other_python(script, inherited):
+        return CheckResult(name, f"not known before the first step: {other}")
     if seen is None:
         return CheckResult(
             name,
@@ -181,7 +193,7 @@ def _check_configuration(
 def _check_import(workspace: Workspace, environment: TrainingEnvironment) -> CheckResult:
     name, fault = "verl import", environment.faults.get("core_algos")
     if fault is None:
-        return CheckResult(name, "core_algos.py can be imported")
+        return CheckResult(name, "core_algos.py is as released, or can be imported")
     problem = (
         f"{workspace.core_algos} cannot be imported by {environment.python}: {fault}; correct it, or what it imports"
     )
