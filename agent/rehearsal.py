@@ -13,14 +13,12 @@ from pyarrow import ArrowException
 from agent.budget import RESERVE, BudgetPlan, Measured, plan_budget, submission_reserve
 from agent.checks import CheckResult, require_sound
 from agent.config import AgentConfig
-from agent.doctor import check_workspace
+from agent.doctor import check_task
 from agent.errors import AgentError, PreflightError
 from agent.merging import find_merger, merge_environment, working_folders
 from agent.pipeline import BASELINE, FULL, Pipeline
 from agent.run_folder import RunFolder
-from agent.rungs import plan_rungs, trial_overrides
 from agent.submission import inference_command
-from agent.training import check_training
 from agent.workspace import Workspace, changed_files, read_manifest
 from trials.runner import TrialSpec, build_environment, child_environment
 from verl_overlay import install
@@ -42,26 +40,19 @@ def rehearse(config: AgentConfig, folder: RunFolder, say: Callable[[str], None] 
         raise PreflightError(f"there is no workspace at {workspace.root}; a rehearsal creates none, check the path")
     say(f"REHEARSAL of {folder.path.name} on {workspace.root}: nothing is started, nothing is written\n")
     before = read_manifest(workspace)
-    prefix = config.training_prefix()
-    checks = check_workspace(workspace, Path(prefix) if prefix else None)
-    try:
-        rungs = plan_rungs(config, workspace)
-    except (PreflightError, OSError, ArrowException):
-        say(_render_checks(checks))
-        require_sound(checks)
-        raise
-    asked = trial_overrides(workspace, rungs, folder.trial(BASELINE) / "checkpoints")
-    training = check_training(workspace, prefix, asked)
-    checks += training.results
+    task = check_task(config, workspace, folder.trial(BASELINE) / "checkpoints")
+    checks = task.results
     say(_render_checks(checks))
+    if task.rungs is None:
+        require_sound(checks)
     try:
         pipeline = Pipeline(folder, config, on_event=lambda event: None)
         commands = _render_commands(pipeline)
     except (AgentError, OSError, ArrowException, AssertionError):
         require_sound(checks)
         raise
-    if training.environment is not None:
-        gpus = training.environment.gpus
+    if task.environment is not None:
+        gpus = task.environment.gpus
         seen = "not known" if gpus is None else ", ".join(f"{name} ({size} MiB)" for name, size in gpus) or "none"
         say(f"GPUs that the training environment sees: {seen}\n")
     say(_render_plan(pipeline, *_find_measured(config, workspace)))

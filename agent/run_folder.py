@@ -84,7 +84,7 @@ class RunFolder:
             RunFolderError: missing or damaged.
         """
         try:
-            return dict(json.loads(self.manifest.read_text()))
+            return dict(json.loads(self.manifest.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             raise RunFolderError(
                 f"{self.manifest} is missing or damaged; without it changes cannot be proven"
@@ -112,7 +112,7 @@ class Lock:
 
     def __enter__(self) -> "Lock":
         writable = os.access(self._path.parent, os.W_OK) and not self._path.exists()
-        self._file = self._path.open("a" if writable else "r")
+        self._file = self._path.open("a" if writable else "r", encoding="utf-8")
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +206,7 @@ def create_run_folder(
 
 def space_digest(config: AgentConfig) -> str:
     """Hash of the search space's content."""
-    return digest(yaml.safe_load(config.space_path().read_text()))
+    return digest(yaml.safe_load(config.space_path().read_text(encoding="utf-8")))
 
 
 def require_same(state: RunState, config: AgentConfig, folder: RunFolder) -> None:

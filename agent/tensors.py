@@ -109,7 +109,7 @@ def find_model_problem(model: Path, base: Path) -> str | None:
         problem = _find_file_problem(model, base)
         if problem:
             return problem
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         merged, original = _tensor_index(model), _tensor_index(base)
         return (
             _find_config_problem(config, merged)
@@ -132,7 +132,7 @@ def _find_file_problem(model: Path, base: Path) -> str | None:
         return f"the tokenizer's {needs[0]} is missing"
     index = model / "model.safetensors.index.json"
     if index.is_file():
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [part for part in parts if not (model / part).is_file()]
         if missing:
             return f"{index.name} names {missing[0]}, which is missing ({len(missing)} of {len(parts)} files)"

@@ -41,7 +41,7 @@ class Checkpoint:
 def read_tracker(folder: Path) -> int | None:
     """The step in verl's tracker file; None when it is missing, empty or not a number."""
     try:
-        text = (folder / TRACKER).read_text().strip()
+        text = (folder / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if text.isdigit() else None
@@ -108,7 +108,7 @@ def read_world_size(actor: Path) -> int | None:
 def recorded_world_size(actor: Path) -> int | None:
     """What fsdp_config.json says; None when it is missing or not readable."""
     try:
-        size = json.loads((actor / "fsdp_config.json").read_text())["world_size"]
+        size = json.loads((actor / "fsdp_config.json").read_text(encoding="utf-8"))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return size if isinstance(size, int) else None
@@ -192,7 +192,7 @@ def _point_tracker(folder: Path, step: int | None) -> None:
         (folder / TRACKER).unlink(missing_ok=True)
     elif read_tracker(folder) != step:
         temporary = folder / f"{TRACKER}.tmp"
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(str(step))
             file.flush()
             os.fsync(file.fileno())

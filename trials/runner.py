@@ -188,10 +188,10 @@ class Attempt:
         Path(spec.cwd).mkdir(parents=True, exist_ok=True)
         environment = build_environment(spec, os.environ)
         for path in (Path(spec.script_path), folder / "train.sh"):
-            path.write_text(spec.script)
+            path.write_text(spec.script, encoding="utf-8")
             path.chmod(0o755)
-        (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True))
-        (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True))
+        (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True), encoding="utf-8")
+        (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True), encoding="utf-8")
         (folder / "log").touch()
         spec.ray_tmpdir.mkdir(parents=True, exist_ok=True)
         self._started = self._last_line = time.monotonic()
@@ -275,7 +275,7 @@ class Attempt:
         self._history.append(metrics)
         seconds = round(self._last_line - self._started, 3)
         record = {**metrics.to_record(), "attempt": self.spec.attempt, "seconds": seconds}
-        with (Path(self.spec.folder) / "metrics.jsonl").open("a") as file:
+        with (Path(self.spec.folder) / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def _judge(self, metrics: StepMetrics) -> Ended | None:

@@ -18,6 +18,8 @@ from agent.run_folder import RunFolder
 from eight_gpus import build_eight_gpu_workspace
 from trials.runner import build_environment
 
+pytestmark = pytest.mark.usefixtures("verl_is_not_imported")
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,7 +74,7 @@ def test_it_names_what_the_training_environment_is_and_does(text: str, workspace
     assert re.search(r"ok +training environment .*: Python 3\.\d+\.\d+, verl 0\.3\.0\.post1, ray ", text)
     assert "entropy_coeff=0," in text and "temperature=1.0 (verl's default)" in text
     assert re.search(r"ok +verl's configuration +composed, \d{3} values; verl has every key that is set", text)
-    assert re.search(r"ok +effective batch sizes +as verl needs them", text)
+    assert re.search(r"ok +batch sizes +128 prompts a step on 1 × 8 ranks", text)
     assert re.search(r"ok +training schedule +240 steps\n +ok +checkpoint schedule +one every 20 steps", text)
 
 
