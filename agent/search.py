@@ -377,8 +377,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             return
         if outcome != "failed":
             self._record_score(trial_id, result)
-        self._end(name, "stopped" if outcome == "running" else outcome, result)
-        verdict, value = _verdict(outcome, result.get("failure"), result.get("objective"))
+        is_short = outcome == "completed" and int(result.get("step") or 0) < self._plan.rungs[-1]
+        self._end(name, "stopped" if outcome == "running" else outcome, {**result, "out_of_time": is_short})
+        verdict, value = _verdict("stopped" if is_short else outcome, result.get("failure"), result.get("objective"))
         self._ot_study.tell(self._ot_trials[trial_id], value, state=verdict)
         self._on_end()
 
@@ -433,7 +434,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         self._record(
             "trial_ended", trial=name, outcome=outcome, failure=result.get("failure"), reason=reason,
             step=result.get("step"), seconds=result.get("seconds"), start_up_s=result.get("start_up_s"),
-            step_s=result.get("step_s"),
+            step_s=result.get("step_s"), out_of_time=result["out_of_time"],
         )  # fmt: skip
         self._open.discard(name)
         if outcome == "failed":
@@ -476,8 +477,8 @@ def _point(parameters: Configuration) -> str:
 def _verdict(outcome: str, failure: str | None, objective: float | None) -> tuple[OptunaState, float | None]:
     """How Optuna is told of an ended trial: state and value.
 
-    A trial that ASHA stopped is PRUNED: its last value belongs to a lower step than that of a completed one, and TPE
-    ranks pruned trials behind completed ones by (step, value).
+    A trial that ASHA or the clock stopped is PRUNED: its last value belongs to a lower step than that of a completed one,
+    and TPE ranks pruned trials behind completed ones by (step, value).
     """
     if outcome == "failed":
         blamed = failure is not None and FailureKind(failure).blames_configuration
@@ -492,7 +493,8 @@ def _verdict(outcome: str, failure: str | None, objective: float | None) -> tupl
 def optuna_verdict(trial: TrialState) -> tuple[OptunaState, float | None]:
     """The same for a trial of the ledger."""
     last = trial.last
-    return _verdict(trial.outcome or "failed", trial.failure, last.objective if last else None)
+    outcome = "stopped" if trial.outcome == "completed" and trial.out_of_time else trial.outcome or "failed"
+    return _verdict(outcome, trial.failure, last.objective if last else None)
 
 
 class LedgerASHA(_NotSaved, ASHAScheduler):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from optuna.trial import TrialState as OptunaState
 
 from agent.ledger import RunState, Score, TrialState
 from agent.pipeline import plan_rungs
-from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of, write_study
+from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of, optuna_verdict, write_study
 from search_spaces.space import read_space, shipped_space
 from trials.runner import TrialSpec
 
@@ -166,6 +166,17 @@ def test_each_kind_of_failure_has_its_number_of_attempts(failure: str, start_up_
     kinds = [event["event"] for event in written]
     assert kinds == ["trial_started", *["attempt_failed", "trial_started"] * (attempts - 1), "trial_ended"]
     assert len({json.dumps(event["parameters"]) for event in written if event["event"] == "trial_started"}) == 1
+
+
+def test_a_trial_for_which_time_ended_at_an_earlier_rung_is_pruned_for_optuna() -> None:
+    search, written = build(plan=replace(PLAN, trials=1))
+    search.suggest("ray0")
+    search.on_trial_complete("ray0", {"step": 16, "objective": 0.2, "outcome": "completed", "seconds": 3.0})
+    assert [(e["outcome"], e["out_of_time"]) for e in written if e["event"] == "trial_ended"] == [("completed", True)]
+    assert search._ot_study.trials[-1].state == OptunaState.PRUNED
+    shortened = finished("t001", "optuna", "completed", (16, 0.2))
+    shortened.out_of_time = True
+    assert optuna_verdict(shortened) == (OptunaState.PRUNED, None)
 
 
 def test_progress_earns_a_trial_new_attempts() -> None:
