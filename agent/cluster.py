@@ -225,7 +225,8 @@ class ClusterAttempt:
             )
             try:
                 ray.get(actor.place.remote(), timeout=self._spec.startup_timeout_s)
-                for reference in actor.events.options(num_returns="streaming").remote():
+                waited_s = time.monotonic() - started
+                for reference in actor.events.options(num_returns="streaming").remote(waited_s):
                     yield ray.get(reference)
             except GetTimeoutError:
                 raise StageError(

@@ -108,13 +108,14 @@ def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
     )
     total_steps = schedule.total_steps
     phases = [(exact_s, f"baseline {BASELINE}: plain GRPO to step {schedule.rungs[-1]} of {total_steps}")]
-    phases.append((submission_s, "its submission, so that there is one; and in case one part fails, that part again"))
+    submission = "submission: merge, inference.sh, validation, publication, and a second inference if one fails"
+    phases.append((submission_s, f"its {submission}"))
     phases.append(_search_time(config, budget, trial_s, slots))
     if again:
         phases.append((RESERVE * again * exact_s, f"re-measurement of {again} proxies on {ask.exact_gpus} GPUs"))
     phases += [
         (budget.final_s, _final_note(budget, total_steps)),
-        (submission_s, "merge, inference.sh, validation, publication; time for a second inference included"),
+        (submission_s, "the last submission, likewise"),
     ]
     lines, clock = [], 0.0
     for seconds, what in phases:

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,11 @@ class NodeAttempt:
         """Return once the actor has its slot."""
         write_place(self._attempt.spec)
 
-    def events(self) -> Iterator[Validation | Ended]:
-        """As `Attempt.events`."""
+    def events(self, waited_s: float) -> Iterator[Validation | Ended]:
+        """As `Attempt.events`, within what waiting for the slot has left of the time limit."""
+        spec = self._attempt.spec
+        if spec.time_limit_s is not None:
+            self._attempt = Attempt(replace(spec, time_limit_s=spec.time_limit_s - waited_s))
         try:
             yield from self._attempt.events()
         finally:
