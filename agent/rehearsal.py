@@ -16,6 +16,7 @@ from agent.config import AgentConfig
 from agent.doctor import check_task
 from agent.errors import AgentError, PreflightError
 from agent.merging import find_merger, merge_environment, working_folders
+from agent.model_check import QUESTIONS
 from agent.pipeline import BASELINE, FULL, Pipeline
 from agent.run_folder import RunFolder
 from agent.submission import inference_command
@@ -196,7 +197,8 @@ def _render_commands(pipeline: Pipeline) -> list[str]:
         "\n".join(["  first the published points, then points that the sampler chooses:", *presets, ""]),
         _render_trial("4. FULL RUN (the promoted configuration is baked into core_algos.py)", full, workspace, common),
         _render_program(
-            f"5. MERGE of {actor} (links to its shards in {view}; the model is checked, then renamed to model/)",
+            f"5. MERGE of {actor} (links to its shards in {view}; the model is checked, renamed to model/, and answers "
+            f"{QUESTIONS} dev questions)",
             merger.command(view, staging),
             workspace.verl,
             {**child, **merge_environment(workspace.verl)},

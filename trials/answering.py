@@ -75,7 +75,7 @@ def load_model(path: Path, trusted: bool) -> Any:
     name = type(model).__name__
     if missing := sorted(seen["missing_keys"]):
         raise UnusableModel(f"{name} has a tensor {missing[0]}, which the files lack ({len(missing)} in all)")
-    if mismatched := sorted(str(each[0]) for each in seen["mismatched_keys"]):
+    if mismatched := sorted(each if isinstance(each, str) else each[0] for each in seen["mismatched_keys"]):
         raise UnusableModel(f"{name} has another shape of {mismatched[0]} than the files ({len(mismatched)} in all)")
     needed = MEMORY_FACTOR * BYTES_PER_PARAMETER * sum(tensor.numel() for tensor in model.parameters())
     if torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] > needed:
@@ -134,7 +134,8 @@ def generate(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, A
         model.generation_config.update(do_sample=True, **sampling)
     torch.manual_seed(0)
     with torch.inference_mode():
-        rows = model.generate(**inputs, logits_processor=[meter])[:, length:].tolist()
+        kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        rows = model.generate(**kept, logits_processor=[meter])[:, length:].tolist()
     ends = [next((place for place, token in enumerate(row) if token in stops), len(row)) for row in rows]
     return {
         "texts": [tokenizer.decode(row[:end], skip_special_tokens=True) for row, end in zip(rows, ends, strict=True)],

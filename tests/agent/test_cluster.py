@@ -190,7 +190,12 @@ def test_two_searches_at_once_run_each_its_own_code(cluster: Cluster, tmp_path: 
     running = {}
     for name, limit in limits.items():
         build_scripted_workspace(tmp_path / name / "workspace", on_gpus=True)
-        settings = (f"ray_address={cluster.address}", "search.gpus_per_trial=4", "search.trials=4", limit)
+        settings = [
+            f"ray_address={cluster.address}",
+            "search.concurrent=1",
+            "search.trials=3",
+            limit,
+        ]  # a node for each
         running[name] = start(tmp_path / name, *settings, step_s=0.2, owner=name)
 
     searched: set[str] = set()
@@ -207,7 +212,7 @@ def test_two_searches_at_once_run_each_its_own_code(cluster: Cluster, tmp_path: 
     for name, limit in limits.items():
         state, run = read_state(tmp_path / name), tmp_path / name / "runs" / "run-1"
         trials = state.search_trials
-        assert len(trials) == 4 and all(trial.outcome in ("completed", "stopped") for trial in trials)
+        assert len(trials) == 3 and all(trial.outcome in ("completed", "stopped") for trial in trials)
         band = EntropyBand(**{limit.split("=")[0].removeprefix("objective."): float(limit.split("=")[1])})
         for trial in trials:
             environment = json.loads((run / "trials" / trial.trial / "attempt_1" / "env.json").read_text())
