@@ -4,8 +4,9 @@ Each line of `ledger.jsonl` is one JSON object with `event` and `time` (seconds 
 one line and calls fsync. A torn last line, as a power cut leaves it, is skipped when reading and closed before the
 next append. Everything else — status, resume, export, report — is a function of this file.
 
-Events: run_opened, workspace_checked, driver_started, overlay_installed, trial_started, trial_scored, trial_ended, decision,
-stage_started, stage_done, stage_failed, published, interrupted, run_finished.
+Events: run_opened, workspace_checked, driver_started, overlay_installed, slots_planned, trial_started, trial_scored,
+attempt_failed, trial_ended, decision, stage_started, stage_done, stage_failed, published, evaluation_counted, interrupted,
+run_finished.
 """
 
 import json
@@ -148,11 +149,16 @@ class TrialState:
     is_proxy: bool = False
     """On fewer GPUs than train.sh asks: its score is no basis for a promotion."""
     attempts: int = 0
+    failed_attempts: int = 0
+    """Failures in a row without a score in between."""
+    resumed_step: int = 0
+    """Step of the checkpoint that the newest attempt went on from."""
     started_s: float = 0.0
     ended_s: float | None = None
     outcome: str | None = None
     """completed, stopped or failed; None while it runs or waits for a resume"""
     failure: str | None = None
+    """Why its newest attempt failed, until the next one."""
     reason: str = ""
     scores: list[Score] = field(default_factory=list)
     training_s: float = 0.0
@@ -187,6 +193,8 @@ class RunState:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     decisions: list[Event] = field(default_factory=list)
     published: list[Event] = field(default_factory=list)
+    evaluations: list[Event] = field(default_factory=list)
+    """Publications that were handed in."""
     checks: Event | None = None
     finished: Event | None = None
     trouble: Event | None = None
@@ -243,7 +251,7 @@ def _apply(state: RunState, event: Event) -> None:
         state.trouble = None
     elif kind == "workspace_checked":
         state.checks = event
-    elif kind.startswith("trial_"):
+    elif kind.startswith(("trial_", "attempt_")):
         _apply_trial(state, event)
     elif kind == "stage_done":
         state.stages[event["stage"]] = event
@@ -253,6 +261,8 @@ def _apply(state: RunState, event: Event) -> None:
         state.decisions.append(event)
     elif kind == "published":
         state.published.append(event)
+    elif kind == "evaluation_counted":
+        state.evaluations.append(event)
     elif kind in ("stage_failed", "interrupted"):
         state.trouble = event
     elif kind == "run_finished":
@@ -276,12 +286,19 @@ def _apply_trial(state: RunState, event: Event) -> None:
                 started_s=event["time"],
             )
         trial.attempts = max(trial.attempts, int(event["attempt"]))
+        trial.resumed_step = int(event.get("resumed_step") or 0)
         trial.outcome = trial.failure = trial.ended_s = None
         return
     trial = state.trials[name]
     if event["event"] == "trial_scored":
         score = Score.from_facts(event)
+        if trial.last is None or score.step > trial.last.step:
+            trial.failed_attempts = 0
         trial.scores = [old for old in trial.scores if old.step != score.step] + [score]
+    elif event["event"] == "attempt_failed":
+        trial.failure, trial.reason = event["failure"], event.get("reason", "")
+        trial.failed_attempts += 1
+        trial.training_s += float(event.get("seconds", 0.0))
     elif event["event"] == "trial_ended":
         trial.outcome = event["outcome"]
         trial.failure = event.get("failure")

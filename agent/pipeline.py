@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from agent.cluster import ClusterAttempt, Engine
 
 BASELINE, FULL = "t000", "full"
-_FULL_RUN_ATTEMPTS = 3
 _CPU_SLOTS = 2
 
 
@@ -336,23 +335,25 @@ class Pipeline:
 
     def _run_baseline(self) -> dict[str, Any]:
         """Plain GRPO up to the last rung: measures H0, start-up and seconds per step, and is the first in every rung."""
-        state = self.state()
-        attempt = (state.trials[BASELINE].attempts if BASELINE in state.trials else 0) + 1
-        parameters = self.space.complete({})
         from agent.search import distributions_of
 
-        self.record(
-            "trial_started", trial=BASELINE, attempt=attempt, kind="baseline", origin="baseline", configuration={},
-            parameters=parameters, distributions=distributions_of(self.space, parameters),
-        )  # fmt: skip
+        parameters = self.space.complete({})
+        distributions = distributions_of(self.space, parameters)
+
+        def begin(attempt: int) -> TrialSpec:
+            spec = self.prepare(BASELINE, attempt, "baseline", {})
+            self.record(
+                "trial_started", trial=BASELINE, attempt=attempt, resumed_step=spec.resumed_step, kind="baseline",
+                origin="baseline", configuration={}, parameters=parameters, distributions=distributions,
+            )  # fmt: skip
+            return spec
 
         def tell(validation: Validation) -> None:
             initial = self._measured_initial_entropy()
             if initial and validation.step > 0:
                 self.record("trial_scored", trial=BASELINE, **self._score("baseline", initial)(validation))
 
-        ended = self._run_attempt(self.prepare(BASELINE, attempt, "baseline", {}), tell)
-        self._record_end(BASELINE, ended)
+        ended = self._run_trial(BASELINE, begin, tell)
         if ended.outcome != "completed":
             raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
         initial = self._measured_initial_entropy()
@@ -378,6 +379,34 @@ class Pipeline:
             band=self.config.objective.band(),
             measured=kind == "full",
         )
+
+    def _run_trial(
+        self, name: str, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], None]
+    ) -> Ended:
+        """Run a trial in this process, again after failures that its kind of failure allows, and record how it ended.
+
+        Args:
+            name: the trial.
+            begin: attempt → the attempt to run, its start recorded.
+            on_validation: called for each validation.
+
+        Raises:
+            Interrupted: a person stopped it.
+            StageError: the disk is full.
+        """
+        while True:
+            known = self.state().trials.get(name)
+            attempt = (known.attempts if known else 0) + 1
+            ended = self._run_attempt(begin(attempt), on_validation)
+            kind = FailureKind(ended.failure) if ended.failure else None
+            if kind is FailureKind.DISK_FULL:
+                raise StageError(f"{name}: {ended.reason}; free space, then resume")
+            failed_attempts = self.state().trials[name].failed_attempts
+            if kind is None or failed_attempts + 1 >= kind.attempts(ended.start_up_s is not None):
+                self._record_end(name, ended)
+                return ended
+            facts = asdict(ended)
+            self.record("attempt_failed", trial=name, attempt=attempt, step=facts.pop("last_step"), **facts)
 
     def _run_attempt(self, spec: TrialSpec, on_validation: Callable[[Validation], None]) -> Ended:
         """Run one attempt in this process.
@@ -416,11 +445,10 @@ class Pipeline:
 
     def prepare(self, trial: str, attempt: int, kind: str, configuration: Configuration) -> TrialSpec:
         """The attempt of a short trial, its folder made ready for it."""
-        folder = self.folder.trial(trial)
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoints = folder / "checkpoints"
-        resumed_step = repair_tracker(checkpoints) if attempt > 1 else None
-        return self.short_trial(trial, attempt, kind, configuration, resumed_step or 0)
+        self.folder.trial(trial).mkdir(parents=True, exist_ok=True)
+        known = self.state().trials.get(trial)
+        resumed_step = self._make_resumable(known) if known else 0
+        return self.short_trial(trial, attempt, kind, configuration, resumed_step)
 
     def short_trial(
         self, trial: str, attempt: int, kind: str, configuration: Configuration, resumed_step: int = 0
@@ -634,20 +662,24 @@ class Pipeline:
     def _run_remeasurement(self, proxy: TrialState, known: TrialState | None) -> None:
         state = self.state()
         name = known.trial if known else f"t{len(state.trials):03d}"
-        attempt = known.attempts + 1 if known else 1
         initial = state.initial_entropy
         assert initial is not None
-        self.record(
-            "trial_started", trial=name, attempt=attempt, kind="remeasure", origin=f"re-measurement of {proxy.trial}",
-            configuration=proxy.configuration, gpus=self.ask.exact_gpus,
-        )  # fmt: skip
+
+        def begin(attempt: int) -> TrialSpec:
+            spec = self.prepare(name, attempt, "remeasure", proxy.configuration)
+            self.record(
+                "trial_started", trial=name, attempt=attempt, resumed_step=spec.resumed_step, kind="remeasure",
+                origin=f"re-measurement of {proxy.trial}", configuration=proxy.configuration, gpus=self.ask.exact_gpus,
+            )  # fmt: skip
+            return spec
+
         score = self._score("remeasure", initial)
 
         def tell(validation: Validation) -> None:
             if validation.step > 0:
                 self.record("trial_scored", trial=name, **score(validation))
 
-        self._record_end(name, self._run_attempt(self.prepare(name, attempt, "remeasure", proxy.configuration), tell))
+        self._run_trial(name, begin, tell)
         self.delete_losers()
 
     # ---- promotion and full run ----------------------------------------------------------------------------------
@@ -712,63 +744,55 @@ class Pipeline:
         self._bake(configuration)
         initial = self.state().initial_entropy
         assert initial is not None
-        resumed_from: int | None = None
-        while True:
-            state = self.state()
-            attempt = (state.full_run.attempts if state.full_run else 0) + 1
-            checkpoints = self.full_run_checkpoints()
+        checkpoints = self.full_run_checkpoints()
+
+        def begin(attempt: int) -> TrialSpec:
             if attempt == 1 and read_checkpoints(checkpoints):
                 raise StageError(
                     f"{checkpoints} already holds checkpoints of another run, which verl would resume from; move them away"
                 )
-            if state.full_run is not None:
-                resumed_from = self._make_resumable(state.full_run, resumed_from)
+            known = self.state().full_run
+            resumed_step = self._make_resumable(known) if known else 0
+            spec = self.full_run_spec(attempt, configuration, self.plan().training_ends_s, resumed_step)
             self.record(
-                "trial_started", trial=FULL, attempt=attempt, kind="full", origin=f"promotion of {promoted}",
-                configuration=configuration,
+                "trial_started", trial=FULL, attempt=attempt, resumed_step=resumed_step, kind="full",
+                origin=f"promotion of {promoted}", configuration=configuration,
             )  # fmt: skip
-            score = self._score("full", initial)
+            return spec
 
-            def tell(validation: Validation, score: Callable[[Validation], dict[str, Any]] = score) -> None:
-                if validation.step > 0:
-                    self.record("trial_scored", trial=FULL, **score(validation))
-                    full = self.state().full_run
-                    assert full is not None
-                    self._limit_disk(full)
+        score = self._score("full", initial)
 
-            limit_s = self.plan().training_ends_s
-            ended = self._run_attempt(self.full_run_spec(attempt, configuration, limit_s, resumed_from or 0), tell)
-            self._record_end(FULL, ended)
-            bring_back(checkpoints)
-            if ended.outcome == "completed":
-                return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
-            if ended.outcome == "stopped" or attempt >= _FULL_RUN_ATTEMPTS:
-                if complete_steps(checkpoints) or ended.outcome == "stopped":
-                    return {"steps": ended.last_step, "failure": ended.failure}
-                raise StageError(
-                    f"the full run failed {attempt} times, at last: {ended.reason}; `export` can still submit"
-                )
+        def tell(validation: Validation) -> None:
+            if validation.step > 0:
+                self.record("trial_scored", trial=FULL, **score(validation))
+                full = self.state().full_run
+                assert full is not None
+                self._limit_disk(full)
 
-    def _make_resumable(self, full_run: TrialState, resumed_from: int | None) -> int | None:
-        """Let verl go on from the newest complete checkpoint, or, if that made no step, from one before it.
+        ended = self._run_trial(FULL, begin, tell)
+        bring_back(checkpoints)
+        if ended.outcome == "completed":
+            return {"steps": ended.last_step, "start_up_s": ended.start_up_s, "step_s": ended.step_s}
+        if ended.outcome == "stopped" or complete_steps(checkpoints):
+            return {"steps": ended.last_step, "failure": ended.failure}
+        raise StageError(f"the full run failed: {ended.reason}; `export` can still submit")
 
-        Args:
-            full_run: what is known of it.
-            resumed_from: the step from which its last attempt went on, where this process knows it.
+    def _make_resumable(self, trial: TrialState) -> int:
+        """Let verl go on from a trial's newest complete checkpoint, or, if that made no step, from one before it.
 
         Returns:
-            The step from which the next attempt goes on; None when it begins anew.
+            The step from which the next attempt goes on; 0 when it begins anew.
         """
-        checkpoints = self.full_run_checkpoints()
-        bring_back(checkpoints)  # a driver may have died during such a retry
+        checkpoints = self.checkpoints_of(trial)
+        bring_back(checkpoints)  # of an earlier such retry
         newest = repair_tracker(checkpoints)
-        if full_run.failure != FailureKind.NO_PROGRESS or newest is None:
-            return newest
-        before = newest if resumed_from is None else resumed_from
+        if trial.failure != FailureKind.NO_PROGRESS or newest is None:
+            return newest or 0
+        before = trial.resumed_step or newest
         earlier = set_back(checkpoints, before)
         start = "from the beginning" if earlier is None else f"from step {earlier}"
-        self.decide("resume", start, f"the attempt that went on from step {before} made no step")
-        return earlier
+        self.decide("resume", start, f"the attempt of {trial.trial} that went on from step {before} made no step")
+        return earlier or 0
 
     # ---- submission ----------------------------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@ ledger are added to a new study, unfinished and not yet started ones are queued,
 driver writes the ledger here, when results arrive. The only file that imports optuna.
 """
 
+import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,16 +30,18 @@ from agent.objective import WORST, standard_error
 from agent.slots import ON_CPU, Ask, SlotsBusy
 from search_spaces.space import Configuration, SearchSpace
 from trials.guard import RUN_TAG
-from trials.health import FailureKind
+from trials.health import ATTEMPTS, FailureKind
 from trials.runner import TrialSpec
 from trials.trainable import Scorer, TrialTrainable, read_place
 
 PROXY_BASELINE = "plain GRPO"
 """Origin of the first proxy: what the other proxies are compared with, as the baseline is too large for that."""
 
-_ATTEMPTS = 3
-"""So often a trial is started when its node is lost."""
+_DRAWS = 10
+"""So often a new point is drawn until it differs from all before it."""
 _LOOK_AGAIN_S = 20.0
+
+_WORKER_DIED = "the trial's worker died"
 
 Prepare = Callable[[str, int, str, Configuration], TrialSpec]
 """(trial, attempt, kind, configuration) → the attempt to run."""
@@ -134,7 +138,7 @@ def run_search(
                 mode="max",
                 search_alg=searcher,
                 scheduler=scheduler,
-                num_samples=missing,
+                num_samples=ATTEMPTS * missing,  # the searcher ends it
                 max_concurrent_trials=slots,
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.trial_id,
@@ -156,8 +160,8 @@ def run_search(
     if searcher.fatal:
         raise searcher.fatal
     shutil.rmtree(scratch, ignore_errors=True)
-    if not must_stop() and (time_is_over() or searcher.is_broken):
-        searcher.end_unfinished("the time of the search is over" if time_is_over() else "the search was stopped")
+    if not must_stop() and time_is_over():
+        searcher.end_unfinished("the time of the search is over")
     return searcher.broken
 
 
@@ -199,43 +203,75 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
     ) -> None:
         """`lost_workers`: Tune's trial id → how its worker was lost; filled by the scheduler, which Tune tells first."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        known = len(state.trials)
-        sampler = optuna.samplers.TPESampler(
-            seed=plan.seed + known, n_startup_trials=plan.startup_trials, multivariate=True, constant_liar=True
-        )
-        super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=sampler)
         self._plan, self._append, self._prepare = plan, record, prepare
         self._must_stop, self._on_end = must_stop, on_end
-        self._numbers = known
+        self._numbers = len(state.trials)
+        super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=self._new_sampler())
+        self._to_start = plan.trials - sum(trial.outcome is not None for trial in state.search_trials)
+        """Trials that are to be started still, once more included."""
         self._started: dict[str, str] = {}
         """Tune's trial id → ours."""
         self._attempts = {trial.trial: trial.attempts for trial in state.trials.values()}
+        self._failed_attempts = {trial.trial: trial.failed_attempts for trial in state.trials.values()}
+        """Trial → failures in a row without a score in between."""
+        self._reached = {trial.trial: trial.last.step for trial in state.trials.values() if trial.last}
+        known = comparable_trials(state, plan.ask)
+        self._names = {_point(trial.parameters): trial.trial for trial in reversed(known)}
+        """Point → the first trial that was run there."""
+        self._queue: deque[tuple[Configuration, dict[str, str]]] = deque()
+        """Points to run before Optuna draws new ones, with what is known of them: trial and origin."""
         self._open: set[str] = set()
         self._waiting: dict[str, tuple[float, Path]] = {}
         """Trial → since when it waits for a slot, and its attempt's folder."""
         self._lost: set[str] = set()
-        """Trials whose node was lost and that have not been started again."""
+        """Trials whose attempt failed and that have not been started again."""
         self._lost_workers = {} if lost_workers is None else lost_workers
-        self._failures: list[str] = []
+        self._failures: list[tuple[str, str]] = []
+        """(trial, failure) of the attempts that failed since a trial last showed a score or ended well."""
         self.broken: str | None = None
         self.fatal: AgentError | None = None
         """Why nothing can be recorded any more; Tune must not see it as a trial's error."""
-        for trial in comparable_trials(state, plan.ask):
+        for trial in known:
             if trial.outcome is not None:
                 self._add_finished(trial)
         for trial in state.search_trials:
             if trial.outcome is None:
-                self._enqueue_again(trial.trial, trial.parameters, trial.origin)
+                self._queue.append((trial.parameters, {"trial": trial.trial, "origin": trial.origin}))
         used = {trial.origin for trial in state.trials.values()}
         if plan.ask.is_proxy and PROXY_BASELINE not in used:
-            self._ot_study.enqueue_trial(plan.space.complete({}), user_attrs={"origin": PROXY_BASELINE})
+            self._queue.append((plan.space.complete({}), {"origin": PROXY_BASELINE}))
         for preset in plan.space.presets:
             origin = f"preset:{preset}"
             if origin not in used:
-                self._ot_study.enqueue_trial(plan.space.preset_parameters(preset), user_attrs={"origin": origin})
+                self._queue.append((plan.space.preset_parameters(preset), {"origin": origin}))
 
-    def _enqueue_again(self, name: str, parameters: Configuration, origin: str) -> None:
-        self._ot_study.enqueue_trial(parameters, user_attrs={"trial": name, "origin": origin})
+    def _new_sampler(self, draw: int = 0) -> optuna.samplers.BaseSampler:
+        """A sampler for the next new trial. Its seed follows from the trial's number, so that a run that was killed goes on
+        with the same points as one that was not."""
+        seed = self._plan.seed + self._numbers + 10_007 * draw
+        startup = (
+            self._plan.startup_trials if draw < _DRAWS // 2 else 10**9
+        )  # TPE insists on its optimum: at random then
+        return optuna.samplers.TPESampler(
+            seed=seed % 2**32, n_startup_trials=startup, multivariate=True, constant_liar=True
+        )
+
+    def _ask(self, trial_id: str) -> Any:
+        """The next point. One that was sampled before is drawn again; in the end it is run once more, and says so."""
+        if self._queue:
+            parameters, attributes = self._queue.popleft()
+            self._ot_study.enqueue_trial(parameters, user_attrs=attributes)
+        for draw in range(_DRAWS):
+            self._ot_study.sampler = self._new_sampler(draw)
+            super().suggest(trial_id)
+            chosen = self._ot_trials[trial_id]
+            earlier = self._names.get(_point(chosen.params))
+            if "origin" in chosen.user_attrs or earlier is None:
+                return chosen
+            if draw < _DRAWS - 1:
+                self._ot_study.tell(self._ot_trials.pop(trial_id), state=OptunaState.FAIL)
+        chosen.set_user_attr("origin", f"optuna, {earlier} once more")
+        return chosen
 
     def _add_finished(self, trial: TrialState) -> None:
         verdict, value = optuna_verdict(trial)
@@ -254,10 +290,10 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """The next attempt, as Tune's config; FINISHED when no more may start: for None, Tune would ask again for ever."""
-        if self.is_broken or self._must_stop():
+        if self.is_broken or self._must_stop() or self._to_start <= 0:
             return str(self.FINISHED)
-        super().suggest(trial_id)
-        chosen = self._ot_trials[trial_id]
+        self._to_start -= 1
+        chosen = self._ask(trial_id)
         name = chosen.user_attrs.get("trial")
         if name is None:
             name = f"t{self._numbers:03d}"
@@ -269,6 +305,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             "trial_started",
             trial=name,
             attempt=attempt,
+            resumed_step=spec.resumed_step,
             kind="search",
             origin=chosen.user_attrs.get("origin", "optuna"),
             configuration=spec.configuration,
@@ -278,6 +315,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             is_proxy=self._plan.ask.is_proxy,
         )
         self._started[trial_id] = name
+        self._names.setdefault(_point(chosen.params), name)
         self._open.add(name)
         self._lost.discard(name)
         self._waiting[name] = (time.monotonic(), spec.attempt_folder)
@@ -296,19 +334,18 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         outcome = "failed" if error else str(result.get("outcome", "interrupted"))
         if result.get("failure") == FailureKind.DISK_FULL.value:
             self.fatal = self.fatal or StageError(f"{name}: {result.get('ending')}; free space, then resume")
-        if error and trial_id in self._lost_workers and self._attempts[name] < _ATTEMPTS:
-            chosen = self._ot_trials[trial_id]
-            self._enqueue_again(name, dict(chosen.params), chosen.user_attrs.get("origin", "optuna"))
-            self._record("trial_lost", trial=name, reason=self._lost_workers[trial_id])
-            self._open.discard(name)
-            self._lost.add(name)
+        if error:
+            ending = self._lost_workers.get(trial_id, _WORKER_DIED)
+            result = {**result, "failure": FailureKind.KILLED.value, "ending": ending}
+        if outcome == "failed" and not self.fatal and self._is_retried(name, result):
+            self._retry(trial_id, name, result)
             outcome = "interrupted"
         if self.fatal or outcome == "interrupted" or (outcome == "running" and self._must_stop()):
             self._ot_study.tell(self._ot_trials[trial_id], state=OptunaState.FAIL)
             return
-        if not error and outcome != "failed":
+        if outcome != "failed":
             self._record_score(trial_id, result)
-        self._end(name, "stopped" if outcome == "running" else outcome, result, error)
+        self._end(name, "stopped" if outcome == "running" else outcome, result)
         verdict, value = _verdict(outcome, result.get("failure"), result.get("objective"))
         self._ot_study.tell(self._ot_trials[trial_id], value, state=verdict)
         self._on_end()
@@ -328,25 +365,59 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
     def _record_score(self, trial_id: str, result: dict[str, Any]) -> None:
         if not result.get("step"):
             return
-        self._record("trial_scored", trial=self._started[trial_id], **asdict(Score.from_facts(result)))
-        self._ot_trials[trial_id].report(result["objective"], int(result["step"]))
+        self._failures.clear()
+        name, step = self._started[trial_id], int(result["step"])
+        if step > self._reached.get(name, 0):
+            self._reached[name], self._failed_attempts[name] = step, 0
+        self._record("trial_scored", trial=name, **asdict(Score.from_facts(result)))
+        self._ot_trials[trial_id].report(result["objective"], step)
 
-    def _end(self, name: str, outcome: str, result: dict[str, Any], error: bool) -> None:
-        failure = result.get("failure") or (FailureKind.UNKNOWN.value if error else None)
-        reason = result.get("ending") or ("the trial's worker died" if error else "")
+    def _is_retried(self, name: str, result: dict[str, Any]) -> bool:
+        kind = FailureKind(result.get("failure") or FailureKind.UNKNOWN)
+        return self._failed_attempts.get(name, 0) + 1 < kind.attempts(result.get("start_up_s") is not None)
+
+    def _retry(self, trial_id: str, name: str, result: dict[str, Any]) -> None:
+        """Record a failed attempt and queue the trial's next one."""
+        chosen = self._ot_trials[trial_id]
+        self._record(
+            "attempt_failed", trial=name, attempt=self._attempts[name], failure=result["failure"],
+            reason=result.get("ending", ""), step=result.get("step"), seconds=result.get("seconds", 0.0),
+        )  # fmt: skip
+        self._failed_attempts[name] = self._failed_attempts.get(name, 0) + 1
+        self._open.discard(name)
+        self._lost.add(name)
+        self._count_failure(name, result)
+        if not self.is_broken:
+            origin = chosen.user_attrs.get("origin", "optuna")
+            self._queue.appendleft((dict(chosen.params), {"trial": name, "origin": origin}))
+            self._to_start += 1
+
+    def _end(self, name: str, outcome: str, result: dict[str, Any]) -> None:
+        reason = result.get("ending") or ""
         if outcome == "stopped":
             reason = (
                 f"ASHA: objective {result['objective']:.4f} at step {result['step']} is clearly below the rung's cutoff"
             )
         self._record(
-            "trial_ended", trial=name, outcome=outcome, failure=failure, reason=reason, step=result.get("step"),
-            seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"), step_s=result.get("step_s"),
+            "trial_ended", trial=name, outcome=outcome, failure=result.get("failure"), reason=reason,
+            step=result.get("step"), seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"),
+            step_s=result.get("step_s"),
         )  # fmt: skip
         self._open.discard(name)
-        self._failures = [*self._failures, str(failure)] if outcome == "failed" else []
+        if outcome == "failed":
+            self._count_failure(name, result)
+        else:
+            self._failures.clear()
+
+    def _count_failure(self, name: str, result: dict[str, Any]) -> None:
+        """The circuit breaker: several failures in a row with one cause, in more than one trial, stop the search."""
+        self._failures.append((name, str(result.get("failure"))))
         recent = self._failures[-self._plan.failures_in_a_row :]
-        if len(recent) == self._plan.failures_in_a_row and len(set(recent)) == 1:
-            self.broken = f"{len(recent)} trials in a row failed with {recent[0]}; the last one: {reason}"
+        causes, trials = {cause for _, cause in recent}, {trial for trial, _ in recent}
+        enough = len(recent) == self._plan.failures_in_a_row and (len(trials) > 1 or len(recent) == 1)
+        if enough and len(causes) == 1:
+            self.broken = f"{len(recent)} attempts in a row failed with {causes.pop()}; the last one, of {name}: "
+            self.broken += str(result.get("ending"))
 
     def watch_waiting(self) -> None:
         """A trial may wait for a slot while others run, but not for ever while none does."""
@@ -370,6 +441,11 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             self._record("trial_ended", trial=name, outcome="stopped", failure=None, reason=reason, seconds=0.0)
         self._open.clear()
         self._lost.clear()
+
+
+def _point(parameters: Configuration) -> str:
+    """The same for equal points."""
+    return json.dumps(parameters, sort_keys=True)
 
 
 def _verdict(outcome: str, failure: str | None, objective: float | None) -> tuple[OptunaState, float | None]:

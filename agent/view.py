@@ -303,7 +303,7 @@ _DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "trial_started": _trial_started,
     "trial_scored": _trial_scored,
     "trial_ended": _trial_ended,
-    "trial_lost": lambda record: f"{record['trial']}: {record.get('reason')}; it is started again",
+    "attempt_failed": lambda record: f"{record['trial']}: {record.get('reason')}; it is started again",
     "slots_planned": _slots_planned,
     "decision": _decision,
     "stage_started": lambda record: f"stage {record.get('stage')} …",

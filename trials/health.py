@@ -2,15 +2,19 @@
 
 import math
 import re
+import signal
 from collections.abc import Sequence
 from enum import Enum
 
 from trials.guard import CANNOT_WRITE
 from trials.metrics import StepMetrics
 
+ATTEMPTS = 3
+"""So often in a row a trial may end without any progress for reasons outside its configuration."""
+
 
 class FailureKind(str, Enum):
-    """Kinds of failure; each has one rule in the search."""
+    """Kinds of failure. `blames_configuration` and `attempts` are their rules; a full disk stops the run."""
 
     OUT_OF_MEMORY = "out_of_memory"
     NON_FINITE = "non_finite"
@@ -18,6 +22,8 @@ class FailureKind(str, Enum):
     STALL = "stall"
     STARTUP_HANG = "startup_hang"
     DISK_FULL = "disk_full"
+    PREEMPTED = "preempted"
+    """Asked to end from outside (SIGTERM), as clusters do before they take a machine away."""
     KILLED = "killed"
     ENDED_EARLY = "ended_early"
     NO_PROGRESS = "no_progress"
@@ -28,6 +34,20 @@ class FailureKind(str, Enum):
     def blames_configuration(self) -> bool:
         """Whether the sampler should learn that this region is bad."""
         return self in (FailureKind.OUT_OF_MEMORY, FailureKind.NON_FINITE)
+
+    def attempts(self, made_a_step: bool) -> int:
+        """How many attempts in a row without a score in between are made when they end like this; each goes on from the
+        trial's last checkpoint.
+
+        Args:
+            made_a_step: whether the attempt got as far as a training step. Memory that runs out before one may still
+                belong to the trial that had the GPUs before.
+        """
+        if self in (FailureKind.PREEMPTED, FailureKind.KILLED, FailureKind.STALL, FailureKind.NO_PROGRESS):
+            return ATTEMPTS
+        if self in (FailureKind.STARTUP_HANG, FailureKind.ENDED_EARLY, FailureKind.UNKNOWN):
+            return 2
+        return 2 if self is FailureKind.OUT_OF_MEMORY and not made_a_step else 1
 
 
 _SIGNS: list[tuple[FailureKind, re.Pattern[str]]] = [
@@ -65,7 +85,9 @@ def classify_exit(
         if match:
             line = next((line for line in reversed(log_tail) if pattern.search(line)), match[0])
             return kind, f"{where}: {line.strip()[:300]}"
-    if (exit_code is not None and exit_code < 0) or exit_code in (137, 143):
+    if exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        return FailureKind.PREEMPTED, f"{where}: asked to end by SIGTERM"
+    if exit_code is not None and (exit_code < 0 or exit_code == 128 + signal.SIGKILL):
         return FailureKind.KILLED, f"{where}: killed by a signal"
     if exit_code == 0:
         return FailureKind.ENDED_EARLY, f"{where}, although it reported success"

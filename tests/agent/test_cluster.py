@@ -167,7 +167,7 @@ def test_a_lost_node_costs_no_trial(cluster: Cluster, folder: Path) -> None:
     cluster.remove_node(worker, allow_graceful=False)
     code, output = finish(process)
     assert code == 0, output
-    lost = events(folder, "trial_lost")
+    lost = events(folder, "attempt_failed")
     assert lost and all("was lost" in event["reason"] for event in lost)
     state = read_state(folder)
     assert len(state.search_trials) == 4 and not any(trial.is_proxy for trial in state.trials.values())

@@ -271,7 +271,7 @@ def test_a_workspace_that_changed_meanwhile_is_refused(workspace: Path) -> None:
     assert len(Ledger(run / "ledger.jsonl").read()) == before
 
 
-def test_a_killed_tune_worker_costs_one_trial_and_leaves_nothing(workspace: Path) -> None:
+def test_a_killed_tune_worker_costs_no_trial_and_leaves_nothing(workspace: Path) -> None:
     folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
     process = subprocess.Popen(
         command("--set", "search.trials=4"), cwd=folder, env=agent_environment(step_s=0.3), stdout=subprocess.DEVNULL
@@ -286,8 +286,10 @@ def test_a_killed_tune_worker_costs_one_trial_and_leaves_nothing(workspace: Path
     wait_until(is_training)
     os.kill(workers[0], signal.SIGKILL)
     assert process.wait(RUN_TIMEOUT_S) == 0
-    failed = [trial for trial in read_state(run).search_trials if trial.outcome == "failed"]
-    assert len(failed) == 1 and "worker died" in failed[0].reason
+    assert {trial.outcome for trial in read_state(run).search_trials} <= {"completed", "stopped"}
+    [failed] = events(run, "attempt_failed")
+    assert failed["failure"] == "killed" and "worker died" in str(failed["reason"])
+    assert count(run, "trial_started", trial=failed["trial"]) == 2 and count(run, "trial_started") == 7
     assert not list((workspace / "task" / "scripts").glob("train_run-1_t*.sh"))
     wait_until(lambda: processes_of(run) == [], 20)
 
@@ -325,8 +327,9 @@ def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
     script.write_text(script.read_text().replace("exec python3", crash))
     result = run_agent(folder, "--set", "search.trials=8", "--set", "search.concurrent=1")
     assert result.returncode == 5
-    assert "3 trials in a row failed with unknown" in result.stderr and "ValueError: scripted crash" in result.stderr
-    assert count(run, "trial_ended", outcome="failed") == 3
+    assert "3 attempts in a row failed with unknown" in result.stderr and "ValueError: scripted crash" in result.stderr
+    assert [event["trial"] for event in events(run, "attempt_failed")] == ["t001", "t002"]
+    assert count(run, "trial_ended", outcome="failed", trial="t001") == 1
     failed = events(run, "stage_failed")[0]
     assert failed["stage"] == "search" and "scripted crash" in str(failed["reason"])
     assert "scripted crash" in (run / "report.html").read_text()

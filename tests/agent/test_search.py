@@ -1,6 +1,8 @@
 """Sampler and scheduler are rebuilt from the ledger."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -28,15 +30,22 @@ def finished(
     return trial
 
 
+SMALL_SPACE = """
+schema: 1
+knobs:
+  token_rule: {type: choice, choices: [none, clip_cov, stare], default: none}
+"""
+
+
 def prepare(trial: str, attempt: int, kind: str, configuration: dict[str, Any]) -> TrialSpec:
     return TrialSpec(trial, attempt, "/f", "", "/s", "/c", configuration, 32, 64, {}, "/tag")
 
 
-def build(*trials: TrialState) -> tuple[LedgerSearch, list[dict[str, Any]]]:
+def build(*trials: TrialState, plan: SearchPlan = PLAN) -> tuple[LedgerSearch, list[dict[str, Any]]]:
     written: list[dict[str, Any]] = []
     state = RunState(trials={trial.trial: trial for trial in trials})
     search = LedgerSearch(
-        PLAN,
+        plan,
         lambda event, **facts: written.append({"event": event, **facts}),
         state,
         prepare,
@@ -84,7 +93,7 @@ def test_unfinished_trials_go_first_under_their_name_then_presets_then_optuna() 
 
 def test_results_become_facts_and_optuna_never_sees_nan() -> None:
     search, written = build(finished("t000", "baseline", "completed", (32, 0.2)))
-    for index in range(3):
+    for index in range(4):
         search.suggest(f"ray{index}")
     search.on_trial_result("ray0", {"step": 8, "objective": 0.25, "outcome": "running", "accuracy": 0.5})
     search.on_trial_complete("ray0", {"step": 16, "objective": 0.2, "outcome": "running"})
@@ -97,15 +106,111 @@ def test_results_become_facts_and_optuna_never_sees_nan() -> None:
         "seconds": 3.0,
     }
     search.on_trial_complete("ray1", failed)
-    search.on_trial_complete("ray2", None, error=True)
+    search.on_trial_complete("ray2", {**failed, "failure": "bad_configuration"})
     scores = [(event["trial"], event["step"]) for event in written if event["event"] == "trial_scored"]
     ends = [
         (event["trial"], event["outcome"], event["failure"]) for event in written if event["event"] == "trial_ended"
     ]
     assert scores == [("t001", 8), ("t001", 16)]
-    assert ends == [("t001", "stopped", None), ("t002", "failed", "non_finite"), ("t003", "failed", "unknown")]
+    assert ends == [
+        ("t001", "stopped", None),
+        ("t002", "failed", "non_finite"),
+        ("t003", "failed", "bad_configuration"),
+    ]
     states = [trial.state for trial in search._ot_study.trials[1:4]]
     assert states == [OptunaState.PRUNED, OptunaState.COMPLETE, OptunaState.FAIL]
+
+
+def ended(failure: str, step: int = 0, start_up_s: float | None = 1.0) -> dict[str, Any]:
+    facts = {"step": step, "objective": 0.0, "outcome": "failed", "failure": failure, "ending": f"it was {failure}"}
+    return {**facts, "start_up_s": start_up_s, "seconds": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("failure", "start_up_s", "attempts"),
+    [
+        ("preempted", 1.0, 3), ("killed", 1.0, 3), ("stall", 1.0, 3), ("no_progress", None, 3), ("startup_hang", None, 2),
+        ("unknown", 1.0, 2), ("ended_early", 1.0, 2), ("bad_configuration", 1.0, 1), ("non_finite", 1.0, 1),
+        ("out_of_memory", 1.0, 1), ("out_of_memory", None, 2),  # before a step it may be the previous trial's memory
+    ],
+)  # fmt: skip
+def test_each_kind_of_failure_has_its_number_of_attempts(failure: str, start_up_s: float | None, attempts: int) -> None:
+    search, written = build(plan=replace(PLAN, failures_in_a_row=9, trials=1))
+    seen = 0
+    while isinstance(config := search.suggest(f"ray{seen}"), dict):
+        assert config["trial"] == "t000"
+        search.on_trial_complete(f"ray{seen}", ended(failure, start_up_s=start_up_s))
+        seen += 1
+    assert seen == attempts
+    kinds = [event["event"] for event in written]
+    assert kinds == ["trial_started", *["attempt_failed", "trial_started"] * (attempts - 1), "trial_ended"]
+    assert len({json.dumps(event["parameters"]) for event in written if event["event"] == "trial_started"}) == 1
+
+
+def test_progress_earns_a_trial_new_attempts() -> None:
+    search, written = build(plan=replace(PLAN, trials=1))
+    for attempt, step in enumerate((8, 16, 32)):
+        search.suggest(f"ray{attempt}")
+        search.on_trial_result(f"ray{attempt}", {"step": step, "objective": 0.2, "outcome": "running"})
+        search.on_trial_complete(f"ray{attempt}", ended("killed", step))
+    assert isinstance(search.suggest("ray3"), dict) and search.broken is None
+    search.on_trial_complete("ray3", {"step": 32, "objective": 0.2, "outcome": "completed"})
+    assert search.suggest("ray4") == "FINISHED"
+    assert [event["outcome"] for event in written if event["event"] == "trial_ended"] == ["completed"]
+
+
+def test_the_circuit_breaker_wants_one_cause_in_a_row_and_more_than_one_trial() -> None:
+    search, _ = build(plan=replace(PLAN, trials=8))
+    for name, failure in (("a", "stall"), ("b", "killed"), ("c", "stall")):
+        search.suggest(name)
+        search.on_trial_complete(name, ended(failure))
+    assert search.broken is None
+    search.suggest("d")
+    search.on_trial_result("d", {"step": 8, "objective": 0.2, "outcome": "running"})
+    for name in "efg":
+        search.suggest(name)
+        search.on_trial_complete(name, ended("unknown"))
+    assert search.broken is not None
+    assert search.broken.startswith("3 attempts in a row failed with unknown") and "it was unknown" in search.broken
+
+
+def test_a_killed_search_goes_on_with_the_points_of_an_undisturbed_one() -> None:
+    """In one slot, trial by trial; startup_trials is 2, so most points come from TPE and depend on what it has seen."""
+    plan = replace(PLAN, trials=16, concurrent=1)
+
+    def play(search: LedgerSearch, written: list[dict[str, Any]], trials: int) -> list[TrialState]:
+        done = []
+        for _ in range(trials):
+            config = search.suggest(f"ray{search._numbers}")
+            assert isinstance(config, dict)
+            event = written[-1]
+            objective = 0.05 * (search._numbers % 5)
+            result = {"step": 32, "objective": objective, "outcome": "completed"}
+            search.on_trial_complete(f"ray{search._numbers - 1}", result)
+            trial = TrialState(config["trial"], "search", {}, event["parameters"], event["distributions"])
+            trial.origin, trial.attempts, trial.outcome = event["origin"], 1, "completed"
+            trial.scores = [Score(32, objective, objective, 0.3)]
+            done.append(trial)
+        return done
+
+    undisturbed = play(*build(plan=plan), 16)
+    before = play(*build(plan=plan), 11)
+    after = play(*build(*before, plan=plan), 5)
+    assert [trial.parameters for trial in before + after] == [trial.parameters for trial in undisturbed]
+    assert sum(trial.origin == "optuna" for trial in undisturbed) > 5
+
+
+def test_a_point_is_not_run_twice_unless_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL_SPACE)
+    search, written = build(plan=replace(PLAN, space=read_space(path), trials=5, startup_trials=0))
+    for index in range(5):
+        assert isinstance(search.suggest(f"ray{index}"), dict)
+        search.on_trial_complete(f"ray{index}", {"step": 32, "objective": 0.1, "outcome": "completed"})
+    points = [event["parameters"]["token_rule"] for event in written if event["event"] == "trial_started"]
+    origins = [event["origin"] for event in written if event["event"] == "trial_started"]
+    assert len(set(points[:3])) == 3
+    assert all("once more" in origin for origin in origins[3:])
 
 
 def test_distributions_round_trip_as_json() -> None:
