@@ -9,13 +9,15 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.job_config import JobConfig
@@ -23,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agent.errors import PreflightError, StageError
 from agent.slots import Ask, Node, Slots, SlotsBusy, count_slots
-from trials.guard import sweep
+from trials.guard import sweep, sweep_holders
 from trials.health import FailureKind
 from trials.runner import Ended, TrialSpec, Validation
 from trials.trainable import NodeAttempt
@@ -50,6 +52,8 @@ class Engine:
     log: Path
     name: str
     """Unique per run."""
+    _watches: list[threading.Event] = field(default_factory=list, repr=False, compare=False)
+    """Of the watch over the own Ray, set when it is left."""
 
     @property
     def identifier(self) -> str:
@@ -79,16 +83,42 @@ class Engine:
     def _start(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        ray.init(
-            address="local",
-            num_cpus=self.cpu_slots,
-            num_gpus=None if self.cpu_slots is None else 0,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=80 * 2**20,
-            _temp_dir=str(self.folder),
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=self.cpu_slots,
+                num_gpus=None if self.cpu_slots is None else 0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=80 * 2**20,
+                _temp_dir=str(self.folder),
+            )
+        except Exception as error:  # Ray raises bare ones, e.g. when one of its processes is killed meanwhile
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StageError(f"Ray did not start: {line}; see {self.log}, then resume") from None
+        self._watches.append(threading.Event())
+        threading.Thread(target=self._watch, args=(self._watches[-1],), daemon=True).start()
+
+    def lost_process(self) -> str | None:
+        """Which process of the own Ray has died, None while all live."""
+        node = ray_worker._global_node
+        if self.address is not None or node is None:
+            return None
+        return next((str(kind) for kind, _ in node.dead_processes()), None)
+
+    def _watch(self, is_left: threading.Event) -> None:
+        """End the driver when Ray's GCS has died: calls to Ray would wait, until Ray itself ends the driver without a word.
+
+        The trainers end with it: their guards see that Ray's workers are gone.
+        """
+        while self.lost_process() != "gcs_server" or is_left.is_set():
+            if is_left.wait(1.0):
+                return
+        sweep_holders(self.folder, grace_s=1.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.write(2, f"error: Ray's gcs_server died (killed?); its last words: {self.log}; resume goes on\n".encode())
+        os._exit(StageError.exit_code)
 
     def _join(self, address: str) -> None:
         host, _, port = address.partition(":")
@@ -105,6 +135,8 @@ class Engine:
             ) from None
 
     def __exit__(self, *exception: object) -> None:
+        if self._watches:
+            self._watches.pop().set()
         ray.shutdown()
         if not self.address:
             shutil.rmtree(self.folder, ignore_errors=True)

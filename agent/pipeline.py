@@ -363,7 +363,8 @@ class Pipeline:
                 "actor/entropy_loss; the agent cannot judge methods without it"
             )
         steps = [m.step_s for m in read_history(self.folder.trial(BASELINE)) if m.step_s is not None]
-        step_s = ended.step_s or (statistics.fmean(steps) if steps else 0.0)  # a resumed baseline may end at once
+        # A resumed baseline may end at once, or show so few steps that the moments they were read at say nothing.
+        step_s = max(ended.step_s or 0.0, statistics.fmean(steps) if steps else 0.0)
         return {"initial_entropy": initial, "start_up_s": ended.start_up_s or 0.0, "step_s": step_s}
 
     def _measured_initial_entropy(self) -> float | None:

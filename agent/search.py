@@ -121,8 +121,14 @@ def run_search(
     searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end, lost_workers)
     scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows, lost_workers)
     scheduler.refill(comparable_trials(state, plan.ask))
-    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, searcher.watch_waiting, stop_file)
+
+    def is_over() -> bool:
+        return must_stop() or time_is_over() or searcher.is_broken or engine.lost_process() is not None
+
+    stopper = _Stopper(is_over, searcher.watch_waiting, stop_file)
     shutil.rmtree(scratch, ignore_errors=True)
+    if not must_stop():
+        stop_file.unlink(missing_ok=True)  # of a search that ended because Ray had lost a process
     os.environ[RUN_TAG] = run_tag
     with engine:
         slots, resources = _reserve(plan)
