@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agent.errors import PreflightError, StageError
 from agent.slots import Ask, Node, Slots, SlotsBusy, count_slots
-from trials.guard import sweep, sweep_holders
+from trials.guard import RUN_TAG, Guarded, sweep
 from trials.health import FailureKind
 from trials.runner import Ended, TrialSpec, Validation
 from trials.trainable import NodeAttempt
@@ -51,9 +52,9 @@ class Engine:
     """Short path for the own Ray's files; emptied."""
     log: Path
     name: str
-    """Unique per run."""
-    _watches: list[threading.Event] = field(default_factory=list, repr=False, compare=False)
-    """Of the watch over the own Ray, set when it is left."""
+    """The run's tag; unique per run."""
+    _left: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """What to do when it is left."""
 
     @property
     def identifier(self) -> str:
@@ -64,6 +65,7 @@ class Engine:
         kept = _JOINS_CLUSTER if self.address else ()
         for name in [name for name in os.environ if name.startswith("RAY_") and not name.startswith(kept)]:
             del os.environ[name]
+        os.environ[RUN_TAG] = self.name
         os.environ.update(
             TUNE_DISABLE_SIGINT_HANDLER="1",
             TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
@@ -83,6 +85,13 @@ class Engine:
     def _start(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        # Some of Ray's processes outlive a killed driver: a guard of nothing notices its end and ends them.
+        guard = Guarded(
+            ["sleep", "infinity"], log=self.folder / "guard.log", env=os.environ, cwd=self.folder,
+            record=self.folder / "guard.json", scratch=self.folder,
+        )  # fmt: skip
+        self._left.callback(guard.close)
+        self._left.callback(ray.shutdown)
         try:
             ray.init(
                 address="local",
@@ -95,10 +104,12 @@ class Engine:
                 _temp_dir=str(self.folder),
             )
         except Exception as error:  # Ray raises bare ones, e.g. when one of its processes is killed meanwhile
+            self._left.close()
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise StageError(f"Ray did not start: {line}; see {self.log}, then resume") from None
-        self._watches.append(threading.Event())
-        threading.Thread(target=self._watch, args=(self._watches[-1],), daemon=True).start()
+        is_left = threading.Event()
+        self._left.callback(is_left.set)
+        threading.Thread(target=self._watch, args=(is_left,), daemon=True).start()
 
     def lost_process(self) -> str | None:
         """Which process of the own Ray has died, None while all live."""
@@ -110,13 +121,11 @@ class Engine:
     def _watch(self, is_left: threading.Event) -> None:
         """End the driver when Ray's GCS has died: calls to Ray would wait, until Ray itself ends the driver without a word.
 
-        The trainers end with it: their guards see that Ray's workers are gone.
+        Guards end Ray's other processes and the trainers.
         """
         while self.lost_process() != "gcs_server" or is_left.is_set():
             if is_left.wait(1.0):
                 return
-        sweep_holders(self.folder, grace_s=1.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
         os.write(2, f"error: Ray's gcs_server died (killed?); its last words: {self.log}; resume goes on\n".encode())
         os._exit(StageError.exit_code)
 
@@ -127,6 +136,7 @@ class Engine:
                 socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
             job = JobConfig(ray_namespace=self.identifier, _py_driver_sys_path=[_SOURCE])
             ray.init(address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
+            self._left.callback(ray.shutdown)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise PreflightError(
@@ -135,11 +145,7 @@ class Engine:
             ) from None
 
     def __exit__(self, *exception: object) -> None:
-        if self._watches:
-            self._watches.pop().set()
-        ray.shutdown()
-        if not self.address:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._left.close()
 
 
 def driver_environment() -> dict[str, str]:

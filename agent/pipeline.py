@@ -575,7 +575,6 @@ class Pipeline:
                 stop_file=self.folder.stop_file,
                 on_end=self.delete_losers,
                 scratch=self.folder.path / "tune",
-                run_tag=self.folder.tag,
             )
             self._require_running()
             trials = self.state().search_trials

@@ -29,7 +29,6 @@ from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST, standard_error
 from agent.slots import ON_CPU, Ask, SlotsBusy
 from search_spaces.space import Configuration, SearchSpace
-from trials.guard import RUN_TAG
 from trials.health import ATTEMPTS, FailureKind
 from trials.runner import TrialSpec
 from trials.trainable import Scorer, TrialTrainable, read_place
@@ -88,7 +87,6 @@ def run_search(
     stop_file: Path,
     on_end: Callable[[], None],
     scratch: Path,
-    run_tag: str,
 ) -> str | None:
     """Run trials until the plan's number has been started and is over, time is over, a person stops it, or the circuit
     breaker opens. A trial whose node was lost may be left without an end; call again with a new state then.
@@ -107,7 +105,6 @@ def run_search(
         stop_file: created to interrupt running trials at once.
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
-        run_tag: marks Ray's processes as the run's.
 
     Raises:
         PreflightError: no node has the GPUs of a trial, or others hold them.
@@ -129,7 +126,6 @@ def run_search(
     shutil.rmtree(scratch, ignore_errors=True)
     if not must_stop():
         stop_file.unlink(missing_ok=True)  # of a search that ended because Ray had lost a process
-    os.environ[RUN_TAG] = run_tag
     with engine:
         slots, resources = _reserve(plan)
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(slots)  # by default the workers would start one after the other

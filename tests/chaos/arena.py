@@ -112,7 +112,9 @@ class Run:
         return fold(self.events())
 
     def count(self, kind: str, **facts: object) -> int:
-        return sum(e["event"] == kind and all(e.get(key) == value for key, value in facts.items()) for e in self.events())
+        return sum(
+            e["event"] == kind and all(e.get(key) == value for key, value in facts.items()) for e in self.events()
+        )
 
     def scratch(self) -> list[Path]:
         """Every scratch folder that the run may have made."""
