@@ -228,7 +228,8 @@ class Pipeline:
         if self.config.ray_address is not None:
             self._sweep_nodes()
         self._remove_scripts()
-        shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
+        for path in (self.folder.ray_tmpdir, self.folder.tune):
+            shutil.rmtree(path, ignore_errors=True)
         for trial in self.state().trials.values():
             if trial.outcome is None:
                 self._recover(trial)
@@ -574,7 +575,7 @@ class Pipeline:
                 time_is_over=time_is_over,
                 stop_file=self.folder.stop_file,
                 on_end=self.delete_losers,
-                scratch=self.folder.path / "tune",
+                scratch=self.folder.tune,
             )
             self._require_running()
             trials = self.state().search_trials

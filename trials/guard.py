@@ -135,12 +135,12 @@ def sweep(tag: str, *, variable: str = RUN_TAG, grace_s: float = 3.0) -> list[in
 
 
 def sweep_holders(folder: Path, *, grace_s: float = 3.0) -> list[int]:
-    """End every process of Ray that holds a file below `folder` open, also a deleted one; returns their process ids.
+    """End every process of a run that holds a file below `folder` open, also a deleted one; returns their process ids.
 
     Ray's helpers overwrite their environment with a title, so their tag cannot be read; their logs give them away. Whoever
     else looks at such a file is left alone.
     """
-    return _sweep(lambda pid: _is_titled_by_ray(pid) and _holds_file(pid, f"{folder}/"), grace_s)
+    return _sweep(lambda pid: _is_of_a_run(pid) and _holds_file(pid, f"{folder}/"), grace_s)
 
 
 def _sweep(is_meant: Callable[[int], bool], grace_s: float) -> list[int]:
@@ -164,11 +164,13 @@ def _has_tag(pid: int, tag: str) -> bool:
     return tag.encode() in environ.split(b"\0")
 
 
-def _is_titled_by_ray(pid: int) -> bool:
+def _is_of_a_run(pid: int) -> bool:
+    """Whether a process has a run's tag or a title by Ray."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+        environ, command = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
     except OSError:
         return False
+    return command.startswith(b"ray::") or any(word.startswith(f"{RUN_TAG}=".encode()) for word in environ.split(b"\0"))
 
 
 def _holds_file(pid: int, prefix: str) -> bool:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
 import pyarrow.parquet as pq
 
@@ -125,7 +126,7 @@ class Run:
     # ---- processes -----------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run: pid → driver, guard, trainer, worker, ray, stage or helper."""
+        """Living processes of the run: pid → driver, guard, stage guard, trainer, worker, ray, or other with its command line."""
         roles = {pid: self._role(pid) for pid in _pids() if pid != os.getpid()}
         return {pid: role for pid, role in roles.items() if role is not None}
 
@@ -144,7 +145,7 @@ class Run:
             return "worker"
         if b"raylet/raylet" in command or b"gcs/gcs_server" in command:
             return "ray"
-        return "stage" if is_tagged and b"ray" not in command else "helper"
+        return f"other: {command[:200].replace(bytes(1), b' ').strip().decode(errors='replace')}"
 
     def wait_for_silence(self, timeout_s: float = ORPHANS_S) -> dict[int, str]:
         """The processes that are left, at the latest after `timeout_s`."""

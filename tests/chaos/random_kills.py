@@ -19,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from arena import ORPHANS_S, Run, build, faults, settings
-
 from agent.ledger import RunState
+from arena import ORPHANS_S, Run, build, faults, settings
 
 ROLES = ("driver", "trainer", "guard", "worker", "ray")
 TRIALS = 6
