@@ -90,12 +90,15 @@ def _parser() -> argparse.ArgumentParser:
         ("resume", _resume, "go on with an interrupted run"),
         ("export", _export, "make and publish a submission from the best trial so far"),
         ("status", _status, "show a run's trials, from its files"),
-        ("report", _report, "write report.html again"),
+        ("report", _report, "write report.html and optuna.db again"),
     ):
         sub = verbs.add_parser(name, help=text)
         sub.add_argument("run", nargs="?", help="name or path of the run; the newest by default")
         sub.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders")
         sub.set_defaults(verb=verb)
+    verbs.choices["export"].add_argument(
+        "--count-evaluation", action="store_true", help="count the submission as handed in; refused when none is left"
+    )
     verbs.choices["resume"].add_argument(
         "--set",
         action="append",
@@ -239,8 +242,14 @@ def _export(options: argparse.Namespace) -> None:
             _lock_run(locks, folder)
             _lock_workspace(locks, Workspace(config.workspace))
         with View(folder.path) as view:
-            submission = Pipeline(folder, config, view.event, alone=alone).export()
+            pipeline = Pipeline(folder, config, view.event, alone=alone)
+            if options.count_evaluation:
+                pipeline.require_evaluation()
+            submission = pipeline.export()
+            counted = pipeline.count_evaluation() if options.count_evaluation else None
     _tell(submission, folder.path / "report.html")
+    if counted:
+        print(counted)
 
 
 def _status(options: argparse.Namespace) -> None:
@@ -259,8 +268,11 @@ def _status(options: argparse.Namespace) -> None:
 def _report(options: argparse.Namespace) -> None:
     from agent.report import write_report
     from agent.run_folder import find_run_folder
+    from agent.search import write_study
 
-    print(write_report(find_run_folder(options.runs, options.run).path))
+    folder = find_run_folder(options.runs, options.run)
+    write_study(folder.read_state(), folder.optuna, folder.path.name)
+    print(write_report(folder.path))
 
 
 def _positive(text: str) -> int:

@@ -29,6 +29,8 @@ class BudgetConfig(_Section):
     """Training summed over all trials."""
     inference_minutes: float = Field(10.0, gt=0, strict=True)
     """One run of inference.sh."""
+    evaluations: StrictInt = Field(3, ge=1)
+    """So often a submission may be handed in; `export --count-evaluation` counts."""
     checkpoint_gb: float | None = Field(None, gt=0, strict=True)
     """Most disk for the checkpoints of one training, in GB: beyond it, those that can no longer be chosen are deleted. By
     default only the checkpoints of trials that lost the search are deleted."""

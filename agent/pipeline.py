@@ -4,6 +4,7 @@ Each stage leaves a receipt in the ledger with a hash of its inputs; a resumed r
 """
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from agent.rungs import plan_rungs, trial_overrides
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
     Submission,
+    is_copy,
     is_published,
     publish,
     restore_outputs,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from agent.cluster import ClusterAttempt, Engine
 
 BASELINE, FULL = "t000", "full"
+_CHOSEN = ("trial", "step", "objective", "accuracy", "entropy")
 _CPU_SLOTS = 2
 
 
@@ -133,10 +136,14 @@ class Pipeline:
             self.record("driver_started", pid=os.getpid())
             self._install_overlay()
             self.stage("baseline", {}, self._run_baseline)
-            self._search()
-            self._remeasure()
-            trial, choice = self._promote_and_train()
-            submission = self.submit(trial, choice)
+            self._submit_early()
+            try:
+                self._search()
+                self._remeasure()
+                trial, choice = self._promote_and_train()
+            except StageError as error:
+                raise StageError(f"{error}{self._salvage()}") from None
+            submission = self._submit_better(trial, choice)
         self.finish()
         return submission
 
@@ -152,7 +159,7 @@ class Pipeline:
             trial, choice = self.best_checkpoint()
             if self.alone and self.state().full_run is None:
                 self._bake(trial.configuration)
-            submission = self.submit(trial, choice, what="checkpoint for export")
+            submission = self._keep_published(trial, choice) or self.submit(trial, choice, what="checkpoint for export")
         write_report(self.folder.path)
         return submission
 
@@ -574,7 +581,7 @@ class Pipeline:
                 must_stop=self._stop.is_set,
                 time_is_over=time_is_over,
                 stop_file=self.folder.stop_file,
-                on_end=self.delete_losers,
+                on_end=self._after_trial,
                 scratch=self.folder.tune,
             )
             self._require_running()
@@ -586,8 +593,21 @@ class Pipeline:
         self._remove_scripts()
         if broken:
             raise StageError(f"{broken} — fix the cause, then resume; nothing that had finished is lost")
+        self._write_study()
         after = self.state()
         return {"trials": len(after.search_trials), "failed": sum(t.outcome == "failed" for t in after.search_trials)}
+
+    def _after_trial(self) -> None:
+        self.delete_losers()
+        self._write_study(every_s=60.0)
+
+    def _write_study(self, every_s: float = 0.0) -> None:
+        """Bring the view for optuna-dashboard up to date, unless it was written a moment ago."""
+        from agent.search import write_study
+
+        path = self.folder.optuna
+        if not path.exists() or time.time() - path.stat().st_mtime > every_s:
+            write_study(self.state(), path, self.folder.path.name)
 
     def delete_losers(self) -> None:
         """Delete the checkpoints of ended trials that can no longer become the submission."""
@@ -828,13 +848,75 @@ class Pipeline:
             trials.remove(leader)
         raise StageError(f"no trial of {self.folder.path} has a complete checkpoint yet; resume the run first")
 
+    def _submit_early(self) -> None:
+        """A submission from the baseline, before days are spent: it proves the way to the end and measures its duration."""
+        state = self.state()
+        if state.published or state.full_run is not None:
+            return
+        budget = self.plan()
+        if elapsed_s(state) + 2 * budget.submission_s > self.config.budget.total_hours * 3600:
+            self.decide("early submission", None, "the time that is left is needed for the last one")
+            return
+        try:
+            trial, choice = self.best_checkpoint()
+            self.submit(trial, choice, what="checkpoint for the early submission")
+        except StageError as error:
+            reason = f"{error}; the search goes on, but the last submission will fail alike if this is not fixed"
+            self.decide("early submission", None, reason)
+
+    def _submit_better(self, trial: TrialState, choice: CheckpointChoice) -> Submission:
+        """Submit a checkpoint, or keep what is published if that is better; what fails is tried once more."""
+        if kept := self._keep_published(trial, choice):
+            return kept
+        try:
+            return self.submit(trial, choice)
+        except StageError as error:
+            self._require_running()
+            self.decide("submission", "once more", str(error))
+        try:
+            return self.submit(trial, choice)
+        except StageError as error:
+            raise StageError(f"{error}{self._published_so_far()}") from None
+
+    def _keep_published(self, trial: TrialState, choice: CheckpointChoice) -> Submission | None:
+        """The published submission where its objective is higher, put back if its files are gone; else None."""
+        state = self.state()
+        event = state.published[-1] if state.published else {}
+        if event.get("objective", 0.0) <= choice.objective:
+            return None
+        try:
+            submission = Submission(**json.loads((Path(event["folder"]) / "submission.json").read_text("utf-8")))
+            self._publish(submission, {name: event[name] for name in _CHOSEN})
+        except (OSError, ValueError, TypeError, StageError):
+            return None
+        chosen = f"{event['trial']} step {event['step']} stays"
+        if not any(decision["chosen"] == chosen for decision in state.decisions):
+            reason = (
+                f"its objective {event['objective']:.4f} is above the {choice.objective:.4f} of {trial.trial} step "
+            )
+            self.decide("submission", chosen, f"{reason}{choice.step}")
+        return submission
+
+    def _salvage(self) -> str:
+        """Submit what was reached before the run stops with an error; returns what is to be told of it."""
+        try:
+            self._submit_better(*self.best_checkpoint())
+        except StageError:
+            pass  # the first error is the one to tell
+        return self._published_so_far()
+
+    def _published_so_far(self) -> str:
+        published = self.state().published
+        if not published:
+            return ""
+        return f"; {self.workspace.outputs} has the submission of {published[-1]['trial']} step {published[-1]['step']}"
+
     def submit(self, trial: TrialState, choice: CheckpointChoice, what: str = "checkpoint") -> Submission:
         """Merge, run inference, validate and publish one checkpoint; finished parts are not repeated."""
         chosen = {"trial": trial.trial, "step": choice.step}
         origin = {**chosen, "attempts": trial.attempts, "configuration": trial.configuration}
-        checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
-        facts = {"objective": choice.objective, "accuracy": choice.accuracy, "entropy": choice.entropy}
-        self.stage("select", origin, lambda: self._select(what, choice, {**chosen, **facts, "reason": choice.reason}))
+        chosen |= {"objective": choice.objective, "accuracy": choice.accuracy, "entropy": choice.entropy}
+        self.stage("select", origin, lambda: self._select(what, choice, {**chosen, "reason": choice.reason}))
         folder = self.folder.submission / f"{trial.trial}_step_{choice.step}"
         folder.mkdir(parents=True, exist_ok=True)
         model, results = folder / "model", folder / "results"
@@ -844,6 +926,7 @@ class Pipeline:
         )
 
         def merge() -> dict[str, Any]:
+            checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
             verl, base = self.workspace.verl, self.workspace.base_model
             merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
             return {"model": str(model)}
@@ -881,5 +964,40 @@ class Pipeline:
         number = 1
         while (previous := self.folder.submission / f"previous_{number}").exists():
             number += 1
-        paths = publish(submission, self.workspace.outputs, previous)
-        self.record("published", paths=paths, sha256=submission.sha256, **chosen)
+        is_kept = any(is_copy(Path(event["folder"]), self.workspace.outputs) for event in state.published)
+        paths = publish(submission, self.workspace.outputs, None if is_kept else previous)
+        self.record("published", paths=paths, sha256=submission.sha256, folder=submission.folder, **chosen)
+
+    def evaluations(self) -> list[Event]:
+        """The evaluations of this task that were counted so far, by all runs on the workspace.
+
+        Raises:
+            RunFolderError: the ledger of a run beside this one cannot be read.
+        """
+        counted: list[Event] = []
+        for path in sorted(self.folder.path.parent.glob("*/ledger.jsonl")):
+            state = RunFolder(path.parent).read_state()
+            if (state.opened or {}).get("workspace") == str(self.workspace.root):
+                counted += state.evaluations
+        return sorted(counted, key=lambda event: float(event["time"]))
+
+    def require_evaluation(self) -> None:
+        """Refuse when the task's evaluations are used up.
+
+        Raises:
+            StageError: naming what was handed in, and when.
+        """
+        counted, limit = self.evaluations(), self.config.budget.evaluations
+        if len(counted) >= limit:
+            days = (time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"])) for event in counted)
+            raise StageError(f"all {limit} evaluations are used ({', '.join(days)}); nothing was changed or counted")
+
+    def count_evaluation(self) -> str:
+        """Count the newest publication as handed in; the same files are counted once. Returns what is to be told."""
+        published, counted = self.state().published[-1], self.evaluations()
+        limit = self.config.budget.evaluations
+        for number, event in enumerate(counted, start=1):
+            if event["sha256"] == published["sha256"]:
+                return f"these files are evaluation {number} of {limit} already"
+        self.record("evaluation_counted", **{name: published[name] for name in ("sha256", "trial", "step")})
+        return f"counted as evaluation {len(counted) + 1} of {limit}"

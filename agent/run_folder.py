@@ -54,6 +54,11 @@ class RunFolder:
         return self.path / "stop_requested"
 
     @property
+    def optuna(self) -> Path:
+        """The search as an Optuna study: a view, written anew from the ledger."""
+        return self.path / "optuna.db"
+
+    @property
     def submission(self) -> Path:
         return self.path / "submission"
 

@@ -8,9 +8,11 @@ driver writes the ledger here, when results arrive. The only file that imports o
 import json
 import os
 import shutil
+import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +182,47 @@ def comparable_trials(state: RunState, ask: Ask) -> list[TrialState]:
     return [t for t in state.trials.values() if t.kind in ("baseline", "search") and t.is_proxy == ask.is_proxy]
 
 
+def write_study(state: RunState, path: Path, name: str) -> None:
+    """Write all trials of a run as an Optuna study in a SQLite file, for optuna-dashboard; what was there is replaced.
+
+    Nothing reads it back. It is made in memory and copied, so that the file is never half of it.
+
+    Args:
+        state: the fold of the ledger.
+        path: `optuna.db` of the run.
+        name: of the study.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    memory = sqlite3.connect(":memory:", check_same_thread=False)
+    storage = optuna.storages.RDBStorage("sqlite://", {"creator": lambda: memory})
+    study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
+    for trial in state.trials.values():
+        if trial.kind in ("baseline", "search"):
+            study.add_trial(_frozen(trial, {"kind": trial.kind, "outcome": trial.outcome, "reason": trial.reason}))
+    try:
+        with closing(sqlite3.connect(temporary)) as file:
+            memory.backup(file)
+        temporary.rename(path)
+    except (OSError, sqlite3.Error):
+        temporary.unlink(missing_ok=True)  # a full disk is told by the ledger
+    finally:
+        memory.close()
+
+
+def _frozen(trial: TrialState, attributes: Mapping[str, Any]) -> optuna.trial.FrozenTrial:
+    """A trial of the ledger for Optuna."""
+    verdict, value = optuna_verdict(trial) if trial.outcome else (OptunaState.RUNNING, None)
+    return optuna.trial.create_trial(
+        state=verdict,
+        value=value,
+        params=trial.parameters,
+        distributions={name: json_to_distribution(text) for name, text in trial.distributions.items()},
+        intermediate_values={score.step: score.objective for score in trial.scores},
+        user_attrs={"trial": trial.trial, "origin": trial.origin, **attributes},
+    )
+
+
 class _NotSaved:
     """Tune pickles what it is given, for a restore that is never used here: there is nothing to save."""
 
@@ -235,7 +278,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         """Why nothing can be recorded any more; Tune must not see it as a trial's error."""
         for trial in known:
             if trial.outcome is not None:
-                self._add_finished(trial)
+                self._ot_study.add_trial(_frozen(trial, {}))
         for trial in state.search_trials:
             if trial.outcome is None:
                 self._queue.append((trial.parameters, {"trial": trial.trial, "origin": trial.origin}))
@@ -274,19 +317,6 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
                 self._ot_study.tell(self._ot_trials.pop(trial_id), state=OptunaState.FAIL)
         chosen.set_user_attr("origin", f"optuna, {earlier} once more")
         return chosen
-
-    def _add_finished(self, trial: TrialState) -> None:
-        verdict, value = optuna_verdict(trial)
-        self._ot_study.add_trial(
-            optuna.trial.create_trial(
-                state=verdict,
-                value=value,
-                params=trial.parameters,
-                distributions={name: json_to_distribution(text) for name, text in trial.distributions.items()},
-                intermediate_values={score.step: score.objective for score in trial.scores},
-                user_attrs={"trial": trial.trial, "origin": trial.origin},
-            )
-        )
 
     # ---- called by Tune ------------------------------------------------------------------------------------------
 

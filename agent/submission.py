@@ -245,7 +245,7 @@ def file_sha256(path: Path) -> str:
 # ---- publish ----------------------------------------------------------------------------------------------------------
 
 
-def publish(submission: Submission, outputs: Path, keep_previous_in: Path) -> list[str]:
+def publish(submission: Submission, outputs: Path, keep_previous_in: Path | None) -> list[str]:
     """Put copies of a validated submission into `outputs` by rename; what it replaces is kept. Returns the paths.
 
     Copies and not links: the published files and those of the run must not change together.
@@ -253,7 +253,7 @@ def publish(submission: Submission, outputs: Path, keep_previous_in: Path) -> li
     Args:
         submission: a validated one.
         outputs: where the task wants the files.
-        keep_previous_in: a folder that does not exist yet; created if something is replaced.
+        keep_previous_in: a folder that does not exist yet; created if something is replaced. None keeps nothing.
 
     Raises:
         StageError: the folder cannot be written; nothing was replaced then.
@@ -264,7 +264,7 @@ def publish(submission: Submission, outputs: Path, keep_previous_in: Path) -> li
         for temporary, final in staged:
             _copy(source / final.name, temporary)
         for _, final in staged:
-            if final.exists():
+            if keep_previous_in and final.exists():
                 keep_previous_in.mkdir(parents=True, exist_ok=True)
                 _copy(final, keep_previous_in / final.name)
         for temporary, final in staged:
@@ -289,8 +289,21 @@ def is_published(submission: Submission, outputs: Path) -> bool:
     )
 
 
+def is_copy(folder: Path, outputs: Path) -> bool:
+    """Whether `outputs` holds what `publish` put there from `folder`, told by sizes and times, which copies share."""
+    try:
+        return all(_size_and_time(folder / name) == _size_and_time(outputs / name) for name in (RESULTS, LOGITS))
+    except OSError:
+        return False
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def _copy(source: Path, target: Path) -> None:
-    """A durable copy."""
+    """A durable copy, with the times of its source."""
     shutil.copy2(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import optuna
 import pyarrow.parquet as pq
 import pytest
 
@@ -119,10 +120,11 @@ def test_the_best_method_is_promoted_and_every_decision_has_a_reason(
     finished: tuple[Path, Path, dict[str, str]],
 ) -> None:
     state = read_state(finished[1])
-    assert [decision["what"] for decision in state.decisions] == ["budget", "promotion", "checkpoint"]
+    what = ["checkpoint for the early submission", "budget", "promotion", "checkpoint"]
+    assert [decision["what"] for decision in state.decisions] == what
     assert all(len(str(decision["reason"])) > 20 for decision in state.decisions)
     assert state.full_run is not None and state.full_run.outcome == "completed"
-    promoted = state.trials[state.decisions[1]["chosen"]]
+    promoted = state.trials[state.decisions[2]["chosen"]]
     assert state.full_run.configuration == promoted.configuration
     at_end = [trial for trial in state.trials.values() if trial.kind != "full" and trial.last and trial.last.step == 8]
     assert promoted.last is not None
@@ -166,8 +168,16 @@ def test_nothing_is_left_running_or_lying_about(finished: tuple[Path, Path, dict
     wait_until(lambda: processes_of(run) == [], 10)
     assert not (run / "tune").exists() and not (run / "stop_requested").exists()
     kept = {path.parents[1].name for path in (run / "trials").glob("*/checkpoints/global_step_*")}
-    assert kept == {read_state(run).decisions[1]["chosen"]}
+    assert kept == {read_state(run).decisions[2]["chosen"]}
     assert list((run / "trials" / "full").rglob("global_step_16"))
+
+
+def test_the_study_shows_all_trials(finished: tuple[Path, Path, dict[str, str]]) -> None:
+    study = optuna.load_study(storage=f"sqlite:///{finished[1]}/optuna.db", study_name="run-1")
+    state = read_state(finished[1])
+    names = [name for name, trial in state.trials.items() if trial.kind != "full"]
+    assert [trial.user_attrs["trial"] for trial in study.trials] == names and len(names) == 10
+    assert {trial.state.name for trial in study.trials} <= {"COMPLETE", "PRUNED"}
 
 
 def test_status_and_report_work_from_the_folder_alone(finished: tuple[Path, Path, dict[str, str]]) -> None:
@@ -203,7 +213,7 @@ def test_a_lost_publication_is_made_again_and_foreign_scripts_stay(finished: tup
     other.write_text("another run's")
     assert run_agent(folder, "resume", "run-1").returncode == 0
     other.unlink()
-    assert (outputs / "math_results_logits.pt").read_bytes() == digest and len(events(run, "published")) == 2
+    assert (outputs / "math_results_logits.pt").read_bytes() == digest and len(events(run, "published")) == 3
 
 
 def test_a_resume_may_not_change_what_the_run_depends_on(finished: tuple[Path, Path, dict[str, str]]) -> None:
@@ -254,7 +264,7 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     after = read_state(run)
     assert sorted(started) == sorted(["t000", *(f"t{number:03d}" for number in range(1, 7)), "full"])
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
-    assert len(events(run, "published")) == 1
+    assert [event["trial"] for event in events(run, "published")] == ["t000", "full"]
     wait_until(lambda: processes_of(run) == [], 10)
     assert sweep_holders(short_scratch(str(run))) == []
 
@@ -298,14 +308,25 @@ def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
     folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
     start_and_kill(folder, lambda run: count(run, "trial_ended") >= 3, signal.SIGKILL, step_s=0.2)
     outputs = workspace / "data" / "outputs"
-    (outputs / "math_results.parquet").write_text("an older submission")
-    result = run_agent(folder, "export")
+    (outputs / "math_results.parquet").write_text("somebody else's submission")
+    result = run_agent(folder, "export", "--count-evaluation")
     assert result.returncode == 0, result.stdout + result.stderr
-    published = events(run, "published")
-    assert len(published) == 1 and published[0]["trial"] != "full"
+    early, published = events(run, "published")
+    assert early["trial"] == "t000" and published["trial"] not in ("t000", "full")
     assert pq.ParquetFile(outputs / "math_results.parquet").read().num_rows == 12
-    assert (run / "submission" / "previous_1" / "math_results.parquet").read_text() == "an older submission"
+    kept = run / "submission" / "previous_1" / "math_results.parquet"
+    assert kept.read_text() == "somebody else's submission"
     wait_until(lambda: processes_of(run) == [], 10)
+    assert result.stdout.splitlines()[-1] == "counted as evaluation 1 of 3"
+
+    again = run_agent(folder, "export", "--count-evaluation")
+    assert again.stdout.splitlines()[-1] == "these files are evaluation 1 of 3 already", again.stderr
+    ledger = Ledger(run / "ledger.jsonl")
+    for number in (2, 3):
+        ledger.append("evaluation_counted", sha256={"file": str(number)}, trial="t001", step=8)
+    before = ledger.read()
+    refused = run_agent(folder, "export", "--count-evaluation")
+    assert refused.returncode == 5 and "all 3 evaluations are used" in refused.stderr and ledger.read() == before
 
 
 def test_when_time_is_short_the_best_trial_is_submitted_without_a_full_run(workspace: Path) -> None:
@@ -314,9 +335,40 @@ def test_when_time_is_short_the_best_trial_is_submitted_without_a_full_run(works
     assert result.returncode == 0, result.stderr
     state = read_state(run)
     assert state.full_run is None and state.search_trials == []
-    assert [decision["what"] for decision in state.decisions] == ["budget", "promotion", "full run", "checkpoint"]
-    assert "no search" in state.decisions[0]["chosen"] and "no longer fits" in state.decisions[2]["reason"]
-    assert state.published[0]["trial"] == "t000"
+    what = ["checkpoint for the early submission", "budget", "promotion", "full run"]
+    assert [decision["what"] for decision in state.decisions] == what
+    assert "no search" in state.decisions[1]["chosen"] and "no longer fits" in state.decisions[3]["reason"]
+    assert [event["trial"] for event in state.published] == ["t000"]
+
+
+def test_a_better_early_submission_stays(workspace: Path) -> None:
+    """The full run learns nothing: its script has another end than the baseline's."""
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    main = next(workspace.glob("task/repositories/verl/**/main_ppo.py"))
+    text = main.read_text()
+    assert "accuracy = 0.3" in text
+    main.write_text(text.replace("accuracy = 0.3", 'accuracy = (0.3 if os.environ.get("VERL_OVERLAY") else -0.25)'))
+    result = run_agent(folder, "--set", "search.trials=1")
+    assert result.returncode == 0, result.stderr
+    state = read_state(run)
+    assert state.full_run is not None and state.full_run.outcome == "completed"
+    assert [event["trial"] for event in state.published] == ["t000"]
+    last = state.decisions[-1]
+    assert last["what"] == "submission" and last["chosen"] == f"t000 step {state.published[0]['step']} stays"
+    assert pq.ParquetFile(workspace / "data" / "outputs" / "math_results.parquet").read().num_rows == 12
+
+
+def test_an_inference_that_fails_is_told_early_and_does_not_stop_the_search(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    inference = workspace / "task" / "scripts" / "inference.py"
+    original = inference.read_text()
+    inference.write_text("raise SystemExit('no such GPU')\n" + original)
+    result = run_agent(folder, "--set", "search.trials=1")
+    assert result.returncode == 5 and "no such GPU" in result.stderr, result.stderr
+    state = read_state(run)
+    told = [(decision["what"], "no such GPU" in str(decision["reason"])) for decision in state.decisions]
+    assert ("early submission", True) in told and ("submission", True) in told
+    assert state.full_run is not None and state.full_run.outcome == "completed" and not state.published
 
 
 def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
@@ -330,6 +382,7 @@ def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
     assert "3 attempts in a row failed with unknown" in result.stderr and "ValueError: scripted crash" in result.stderr
     assert [event["trial"] for event in events(run, "attempt_failed")] == ["t001", "t002"]
     assert count(run, "trial_ended", outcome="failed", trial="t001") == 1
+    assert "; " + str(workspace / "data" / "outputs") + " has the submission of t000" in result.stderr
     failed = events(run, "stage_failed")[0]
     assert failed["stage"] == "search" and "scripted crash" in str(failed["reason"])
     assert "scripted crash" in (run / "report.html").read_text()

@@ -11,7 +11,7 @@ from optuna.trial import TrialState as OptunaState
 
 from agent.ledger import RunState, Score, TrialState
 from agent.pipeline import plan_rungs
-from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of
+from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of, write_study
 from search_spaces.space import read_space, shipped_space
 from trials.runner import TrialSpec
 
@@ -73,6 +73,27 @@ def test_the_ledger_becomes_the_study() -> None:
     ]
     assert search._ot_study.trials[1].intermediate_values == {8: 0.1}
     assert search._ot_study.trials[0].params == SPACE.complete({"clip_high": 0.29})
+
+
+def test_the_study_is_a_view_that_can_be_written_again(tmp_path: Path) -> None:
+    trials = [
+        finished("t000", "baseline", "completed", (8, 0.3), (32, 0.2)),
+        finished("t001", "preset:clip_higher", "stopped", (8, 0.1)),
+        finished("t002", "preset:stare", "failed", failure="out_of_memory"),
+        finished("t003", "optuna", None, (8, 0.4)),
+    ]
+    path = tmp_path / "a ?#% folder" / "optuna.db"
+    path.parent.mkdir()
+    path.write_text("what was there before")
+    write_study(RunState(trials={trial.trial: trial for trial in trials}), path, "run-1")
+    assert [entry.name for entry in path.parent.iterdir()] == ["optuna.db"]
+    path.rename(tmp_path / "copy.db")
+    study = optuna.load_study(storage=f"sqlite:///{tmp_path}/copy.db", study_name="run-1")
+    states = [OptunaState.COMPLETE, OptunaState.PRUNED, OptunaState.COMPLETE, OptunaState.RUNNING]
+    assert [trial.state for trial in study.trials] == states
+    assert [trial.user_attrs["trial"] for trial in study.trials] == ["t000", "t001", "t002", "t003"]
+    assert study.best_value == 0.2 and study.trials[0].params == trials[0].parameters
+    assert study.trials[3].intermediate_values == {8: 0.4}
 
 
 def test_unfinished_trials_go_first_under_their_name_then_presets_then_optuna() -> None:

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pyarrow.parquet as pq
 
@@ -28,6 +27,7 @@ from scripted_workspace import agent_environment, build_scripted_workspace
 from trials.guard import ATTEMPT_TAG, RUN_TAG
 from trials.runner import short_scratch, trial_scratch
 
+ROOT = Path(__file__).parents[2]
 SPACE = """
 schema: 1
 constants: {target.unit: h0}
@@ -126,7 +126,7 @@ class Run:
     # ---- processes -----------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run: pid → driver, guard, stage guard, trainer, worker, ray, or other with its command line."""
+        """Living processes of the run: pid → driver, guard, stage guard, trainer, worker, ray, or its command line."""
         roles = {pid: self._role(pid) for pid in _pids() if pid != os.getpid()}
         return {pid: role for pid, role in roles.items() if role is not None}
 
@@ -145,7 +145,7 @@ class Run:
             return "worker"
         if b"raylet/raylet" in command or b"gcs/gcs_server" in command:
             return "ray"
-        return f"other: {command[:200].replace(bytes(1), b' ').strip().decode(errors='replace')}"
+        return f"{command[:200].replace(bytes(1), b' ').strip().decode(errors='replace')}"
 
     def wait_for_silence(self, timeout_s: float = ORPHANS_S) -> dict[int, str]:
         """The processes that are left, at the latest after `timeout_s`."""
@@ -190,7 +190,8 @@ def faults(run: Run, reference: RunState | None = None) -> Counter[str]:
     found["lost finished trials"] = len(lost(run, state))
     found["repeated finished trials"] = len(repeated(run.events()))
     found["leftover scripts"] = len(list((run.folder / "workspace/task/scripts").glob(f"train_{run.name}_t*.sh")))
-    found["leftover folders"] = sum(path.exists() for path in [*run.scratch(), run.path / "tune"])
+    leftovers = [path for path in [*run.scratch(), run.path / "tune"] if path.exists()]
+    found["leftover files"] = len([*leftovers, *run.path.glob(".*"), *run.path.glob("**/*.tmp")])
     found["invalid submissions"] = int(not has_valid_submission(run, state))
     if reference is not None:
         found["different trials"] = len(plan_of(state) ^ plan_of(reference))

@@ -29,7 +29,7 @@ SEEDS = 2
 MEAN_PAUSE_S = 1.5
 COUNTED = (
     "lost finished trials", "repeated finished trials", "orphans", "invalid ledgers", "different trials",
-    "leftover scripts", "leftover folders", "invalid submissions",
+    "leftover scripts", "leftover files", "invalid submissions",
 )  # fmt: skip
 
 
