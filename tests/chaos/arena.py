@@ -126,7 +126,7 @@ class Run:
     # ---- processes -----------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run: pid → driver, guard, stage guard, trainer, worker, ray, or its command line."""
+        """Living processes of the run: pid → driver, guard, trainer, stage guard, stage, worker, ray, or its command line."""
         roles = {pid: self._role(pid) for pid in _pids() if pid != os.getpid()}
         return {pid: role for pid, role in roles.items() if role is not None}
 
@@ -145,7 +145,9 @@ class Run:
             return "worker"
         if b"raylet/raylet" in command or b"gcs/gcs_server" in command:
             return "ray"
-        return f"{command[:200].replace(bytes(1), b' ').strip().decode(errors='replace')}"
+        if is_tagged and not any(word in command for word in (b"/ray/", b"ray::")):
+            return "stage"
+        return command[:200].replace(bytes(1), b" ").strip().decode(errors="replace")
 
     def wait_for_silence(self, timeout_s: float = ORPHANS_S) -> dict[int, str]:
         """The processes that are left, at the latest after `timeout_s`."""
