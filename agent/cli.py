@@ -143,7 +143,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _resume(options: argparse.Namespace) -> None:
-    from agent.config import AgentConfig, load_config, write_config
+    from agent.config import AgentConfig, changed_keys, load_config, write_config
     from agent.doctor import require_healthy
     from agent.run_folder import find_run_folder, require_same
     from agent.workspace import Workspace
@@ -161,7 +161,10 @@ def _resume(options: argparse.Namespace) -> None:
         workspace = Workspace(config.workspace)
         require_healthy(config, workspace, is_resumed=True)
         _lock_workspace(locks, workspace)
-        write_config(config, folder.path / "config.yaml")
+        changed = changed_keys(folder.read_config(), config)
+        if changed:
+            folder.ledger.append("configuration_changed", changed=changed)
+            write_config(config, folder.path / "config.yaml")
         _execute(folder, config)
 
 
@@ -187,8 +190,8 @@ def _doctor(options: argparse.Namespace) -> None:
 def _init(options: argparse.Namespace) -> None:
     import os
 
-    from agent.machine import read_gpus
     from agent.scaffold import Request, build_scaffold
+    from trials.gpus import read_gpus
 
     gpus = options.gpus
     if gpus is None:

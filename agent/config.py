@@ -214,8 +214,18 @@ def _set(fields: dict[str, Any], override: str) -> None:
 
 
 def write_config(config: AgentConfig, path: Path) -> None:
-    """Write the resolved configuration as YAML."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved configuration as YAML, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    temporary.rename(path)
+
+
+def changed_keys(before: AgentConfig, after: AgentConfig) -> dict[str, list[Any]]:
+    """Dotted name → [value before, value after] of what differs."""
+    old, new = (_flatten(config.model_dump(mode="json")) for config in (before, after))
+    return {
+        key: [old.get(key), new.get(key)] for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    }
 
 
 def digest(value: Any) -> str:

@@ -5,8 +5,8 @@ one line and calls fsync. A torn last line, as a power cut leaves it, is skipped
 next append. Everything else — status, resume, export, report — is a function of this file.
 
 Events: run_opened, workspace_checked, driver_started, overlay_installed, slots_planned, trial_started, trial_scored,
-attempt_failed, trial_ended, decision, stage_started, stage_done, stage_failed, published, evaluation_counted, interrupted,
-run_finished.
+attempt_failed, trial_ended, decision, stage_started, stage_done, stage_failed, published, evaluation_counted,
+configuration_changed, interrupted, run_finished.
 """
 
 import json

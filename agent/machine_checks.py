@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.checks import CheckResult, format_bytes, warning
-from agent.machine import Gpu, Machine, Volume, read_volume, select_visible
+from agent.machine import Machine, Volume, read_volume
+from trials.gpus import Gpu, select_visible
 
 GIB = 2**30
 FREE_GPUS, DISK = "free GPUs", "disk of "

@@ -478,6 +478,7 @@ class Pipeline:
             resumed_step=resumed_step,
             stop_step=self.rungs[-1],
             environment=self._threads(self.slots if kind == "search" else 1),
+            gpus=self.ask.gpus if kind == "search" else self.ask.exact_gpus,
             **self._common(trial, attempt, configuration),
         )
 
@@ -755,6 +756,7 @@ class Pipeline:
             keep_script=True,
             time_limit_s=time_limit_s,
             environment=self._threads(1),
+            gpus=self.ask.exact_gpus,
             **self._common(FULL, attempt, configuration),
         )
 

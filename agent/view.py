@@ -309,6 +309,7 @@ _DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "stage_started": lambda record: f"stage {record.get('stage')} …",
     "stage_done": lambda record: f"stage {record.get('stage')} done in {format_seconds(record.get('seconds'))}",
     "published": lambda record: f"published {format_value(record.get('paths'))}",
+    "configuration_changed": lambda record: f"configuration changed: {format_value(record.get('changed'))}",
     "evaluation_counted": lambda record: f"counted as an evaluation: {record.get('trial')} step {record.get('step')}",
     "run_finished": lambda record: f"run finished after {format_seconds(record.get('seconds'))}",
     "interrupted": lambda record: f"interrupted {record.get('reason', '')} – `python run_agent.py resume` goes on",

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trials.gpus import held_gpus
 from trials.guard import ATTEMPT_TAG, RUN_TAG, Guarded, sweep
 from trials.health import FailureKind, classify_exit, is_non_finite
 from trials.log_reader import FILE_LOGGER_VARIABLE, GrowingFile, LogReader
@@ -87,6 +88,10 @@ class TrialSpec:
     """Prefix of the Python environment that runs verl; None is the agent's own."""
     environment: dict[str, str] = field(default_factory=dict)
     """Additional environment variables."""
+    gpus: int = 0
+    """GPUs whose memory must be free before the script is started; 0 does not look."""
+    gpu_timeout_s: float = 300.0
+    """So long the attempt waits for that."""
     stop_file: str = ""
     """The attempt is interrupted as soon as this file exists."""
 
@@ -217,6 +222,10 @@ class Attempt:
     def events(self) -> Iterator[Validation | Ended]:
         """Yield a Validation for each validated step and, last, one Ended."""
         if self._guarded is None:
+            held = self._wait_for_gpus()
+            if held is not None:
+                yield held
+                return
             self.start()
         while True:
             exit_code = self._require_guard().poll()
@@ -235,6 +244,21 @@ class Attempt:
                 yield ended
                 return
             time.sleep(_POLL_S)
+
+    def _wait_for_gpus(self) -> Ended | None:
+        """What trained there before may still hold memory. Returns why the attempt cannot begin, None when it can."""
+        self._started = time.monotonic()
+        while self.spec.gpus and (held := held_gpus(self.spec.gpus, os.environ)):
+            if self._is_asked_to_stop():
+                return self._ended("interrupted", None, "stopped on request")
+            if self._seconds() > self.spec.gpu_timeout_s:
+                reason = f"{held} after {self._seconds():.0f} s, by no process of this trial; see nvidia-smi"
+                return self._ended("failed", FailureKind.STARTUP_HANG, reason)
+            time.sleep(1.0)
+        return None
+
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self.spec.stop_file) and os.path.exists(self.spec.stop_file)
 
     def _require_guard(self) -> Guarded:
         assert self._guarded is not None
@@ -313,7 +337,7 @@ class Attempt:
         return f"log: {self.spec.attempt_folder / 'log'}"
 
     def _ended_by_clock(self) -> Ended | None:
-        if self.spec.stop_file and os.path.exists(self.spec.stop_file):
+        if self._is_asked_to_stop():
             return self._ended("interrupted", None, "stopped on request")
         if self.spec.time_limit_s is not None and self._seconds() > self.spec.time_limit_s:
             return self._ended("stopped", None, f"its time of {self.spec.time_limit_s:.0f} s is over")

@@ -23,13 +23,14 @@ from agent.config import AgentConfig, load_config
 from agent.dataset import normalise_answer
 from agent.doctor import check_all, read_colocation, read_demand, read_devices, require_healthy
 from agent.errors import PreflightError
-from agent.machine import Gpu, Machine, Volume, read_gpus, read_machine, select_visible
+from agent.machine import Machine, Volume, read_machine
 from agent.machine_checks import DISK, GIB, check_disks, check_machine, forecast_disks
 from agent.script_checks import read_reward_sources
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
 from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.build import build_workspace
+from trials.gpus import Gpu, read_gpus, select_visible
 
 ROOT = Path(__file__).parents[2]
 DATA = Path("data/datasets/math.8k")
@@ -709,7 +710,7 @@ def test_nvidia_smi_is_read(tmp_path: Path) -> None:
 def test_a_sick_nvidia_smi_means_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
-    monkeypatch.setattr("agent.machine._NVIDIA_SMI_LIMIT_S", 0.5)
+    monkeypatch.setattr("trials.gpus._NVIDIA_SMI_LIMIT_S", 0.5)
     gpus, problem = read_gpus(fake_nvidia_smi(tmp_path, body))
     assert gpus is None and words in problem
 

@@ -19,7 +19,7 @@ import torch
 from agent.config import load_config
 from agent.doctor import check_all
 from agent.errors import PreflightError
-from agent.machine import Gpu, Machine, read_machine
+from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK
 from agent.questions import INSTRUCTION, read_questions
 from agent.scaffold import Request, build_scaffold, needs_reward
@@ -29,6 +29,7 @@ from agent.workspace import Workspace
 from trials.batching import batch_problems, propose_batches
 from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.data import write_splits
+from trials.gpus import Gpu
 from trials.scaffold.inference import LogitsFile
 from wheels import VERSIONS, wheel_tree
 

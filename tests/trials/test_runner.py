@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -60,6 +61,41 @@ def test_a_whole_run_completes(make: Callable[..., TrialSpec], tmp_path: Path) -
     assert (ended.outcome, ended.last_step, ended.failure) == ("completed", 3, None)
     assert not (tmp_path / "script.sh").exists() and (tmp_path / "t001/attempt_1/train.sh").exists()
     assert [metrics.step for metrics in read_history(tmp_path / "t001")] == [1, 2, 3]
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in -L) exit 0;; esac
+used=$(cat "{0}/used")
+printf '0, GPU-aa, H100, 81559, %s\\n1, GPU-bb, H100, 81559, 4\\n' "$used"
+[ "$used" -lt 20000 ] || echo $((used - 30000)) > "{0}/used"
+"""
+
+
+def test_an_attempt_waits_for_the_memory_of_its_gpus(
+    make: Callable[..., TrialSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of GPU 0 68000 MiB are held at first, and 30000 less each time somebody looks."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(tmp_path))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def hold(used: int) -> None:
+        (tmp_path / "used").write_text(str(used))
+
+    hold(68000)
+    _, ended = run(make(f"cat {tmp_path}/used > {tmp_path}/seen\n" + steps(1, 2, 3), gpus=2))
+    assert ended.outcome == "completed", ended.reason
+    assert int((tmp_path / "seen").read_text()) == 8000
+    hold(68000)
+    assert run(make(steps(1, 2, 3), gpus=1))[1].outcome == "completed"  # one of the two is free
+    hold(10**6)
+    _, ended = run(make("exit 1", gpus=2, gpu_timeout_s=0.1))
+    assert (ended.outcome, ended.failure) == ("failed", "startup_hang")
+    assert "GPU 0 has 970000 of 81559 MiB in use" in ended.reason
+    hold(10**6)
+    (tmp_path / "stop").touch()
+    assert run(make("exit 1", gpus=2, stop_file=str(tmp_path / "stop")))[1].outcome == "interrupted"
 
 
 @pytest.mark.parametrize(
