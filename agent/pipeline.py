@@ -38,6 +38,7 @@ from agent.run_folder import Lock, RunFolder, elapsed_s
 from agent.rungs import plan_rungs, trial_overrides
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
+    LOGITS,
     Submission,
     is_copy,
     is_published,
@@ -103,11 +104,11 @@ class Pipeline:
         """A decision with its reason, so that the report can tell why."""
         self.record("decision", what=what, chosen=chosen, reason=reason)
 
-    def stage(self, name: str, inputs: Any, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a stage unless its receipt with the same inputs is in the ledger; returns the receipt's facts."""
+    def stage(self, name: str, inputs: Any, work: Callable[[], dict[str, Any]], again: bool = False) -> dict[str, Any]:
+        """Run a stage unless its receipt with the same inputs is in the ledger (or `again`); returns the receipt's facts."""
         key = digest(inputs)
         receipt = self.state().stages.get(name)
-        if receipt is not None and receipt["inputs"] == key:
+        if receipt is not None and receipt["inputs"] == key and not again:
             return receipt
         self.record("stage_started", stage=name)
         started = time.monotonic()
@@ -943,9 +944,12 @@ class Pipeline:
             return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
 
         with Lock(folder / "lock", f"the submission {folder}", must_stop):  # waits for an export of the same checkpoint
-            for name, work in (("merge", merge), ("inference", infer), ("validate", validate)):
+            again = False
+            parts = (("merge", model, merge), ("inference", results / LOGITS, infer), ("validate", results, validate))
+            for name, made, work in parts:
                 self._require_running()
-                receipt = self.stage(name, origin, work)
+                again = again or not made.exists()  # what was made is gone
+                receipt = self.stage(name, origin, work, again)
         submission = Submission(**receipt["submission"])
         self._publish(submission, chosen)
         return submission

@@ -126,7 +126,7 @@ class Run:
     # ---- processes -----------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes of the run: pid → driver, guard, trainer, stage guard, stage, worker, ray, or its command line."""
+        """Living processes of the run: pid → driver, guard, trainer, stage guard, stage, worker, ray or command line."""
         roles = {pid: self._role(pid) for pid in _pids() if pid != os.getpid()}
         return {pid: role for pid, role in roles.items() if role is not None}
 
