@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -77,10 +78,15 @@ class Engine:
         logging.raiseExceptions = False  # a full disk is told once, by the ledger
         logger = logging.getLogger("ray")
         logger.handlers, logger.propagate = [logging.FileHandler(self.log)], False
+        handler = signal.getsignal(signal.SIGTERM)
+        self._left.callback(signal.signal, signal.SIGTERM, handler)
         if self.address:
             self._join(self.address)
         else:
             self._start()
+        signal.signal(
+            signal.SIGTERM, handler
+        )  # Ray puts one in its place that aborts, and takes it away when it is left
 
     def _start(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -61,7 +61,16 @@ from trials.checkpoints import (
 )
 from trials.guard import sweep, sweep_holders
 from trials.health import FailureKind
-from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history, trial_scratch, validations
+from trials.runner import (
+    Attempt,
+    Ended,
+    TrialSpec,
+    Validation,
+    read_history,
+    recover_history,
+    trial_scratch,
+    validations,
+)
 from trials.script import differing_overrides
 from verl_overlay import install
 
@@ -221,8 +230,9 @@ class Pipeline:
             self.record("interrupted")
             raise Interrupted(f"{error}; `python run_agent.py resume {self.folder.path}` goes on") from None
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            if not self._stop.is_set():  # else a second Ctrl-C during the last words still ends without a traceback
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
 
     def _require_running(self) -> None:
         if self._stop.is_set():
@@ -266,7 +276,7 @@ class Pipeline:
             shutil.rmtree(trial_scratch(self.folder.tag, trial.trial, attempt), ignore_errors=True)
         known = {score.step for score in trial.scores}
         initial = self._measured_initial_entropy()
-        history = read_history(self.folder.trial(trial.trial))
+        history = recover_history(self.folder.trial(trial.trial), trial.attempts)
         for validation in validations(history, self.dev_rows, self.config.objective.dev_metric):
             if initial and validation.step not in known and validation.step > 0:
                 self.record("trial_scored", trial=trial.trial, **self._score(trial.kind, initial)(validation))

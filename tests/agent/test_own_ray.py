@@ -15,17 +15,19 @@ from agent.errors import StageError
 from trials.runner import short_scratch
 
 DRIVER = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from agent.cluster import Engine
-from trials.guard import sweep_holders
+signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 engine = Engine(address=None, cpu_slots=1, folder=Path(sys.argv[1]), log=Path(sys.argv[2]), name=sys.argv[2])
 with engine:
+    os.kill(os.getpid(), signal.SIGTERM)
     print("ready", flush=True)
     while engine.lost_process() is None:
         time.sleep(0.1)
     print("lost", engine.lost_process(), flush=True)
     time.sleep(5)  # as if in a call to a Ray that no longer answers
+os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
@@ -34,7 +36,8 @@ def driver(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
     folder = short_scratch(str(tmp_path))
     words = [sys.executable, "-c", DRIVER, str(folder), str(tmp_path / "ray.log")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["asked\n", "ready\n"]  # Ray's own handler would abort
     yield process, folder
     process.kill()
     process.wait()
@@ -58,7 +61,7 @@ def ray_processes(folder: Path) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("victims", "code", "words"),
     [
-        (("raylet/raylet",), 0, "lost raylet"),
+        (("raylet/raylet",), 0, "lost raylet\nasked\n"),
         (("gcs/gcs_server",), StageError.exit_code, "error: Ray's gcs_server died (killed?); its last words: "),
         (("gcs/gcs_server", "raylet/raylet", "driver"), -signal.SIGKILL, ""),
     ],

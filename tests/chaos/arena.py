@@ -205,13 +205,14 @@ def lost(run: Run, state: RunState) -> list[str]:
     return [
         trial.trial
         for trial in state.trials.values()
-        if trial.outcome not in FINISHED and last_logged_step(run, trial.trial) >= LAST_STEP[trial.kind]
+        if trial.outcome not in FINISHED and max(logged_steps(run, trial.trial), default=0) >= LAST_STEP[trial.kind]
     ]
 
 
-def last_logged_step(run: Run, trial: str) -> int:
+def logged_steps(run: Run, trial: str) -> list[int]:
+    """Every step that the logs of a trial tell of in a whole line."""
     logs = [log.read_text(errors="replace") for log in (run.path / "trials" / trial).glob("attempt_*/log")]
-    return max((int(step) for text in logs for step in re.findall(r"step:(\d+) - \S+:\S+.*\n", text)), default=0)
+    return [int(step) for text in logs for step in re.findall(r"step:(\d+) - \S+:\S+.*\n", text)]
 
 
 def repeated(events: list[Event]) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from arena import Run, build, faults, settings, wait_until
+from arena import TIMEOUT_S, Run, build, faults, settings, wait_until
 
 PHASES = ("start-up", "step", "checkpoint", "validation", "merge", "inference", "publish")
 IN_TRAINER = PHASES[:4]
@@ -118,7 +118,7 @@ def hit_in_phase(run: Run, markers: Path, phase: str, row: Row) -> str:
     if phase == "publish":
         pause_in_publication(run)
     else:
-        wait_until(lambda: (markers / phase).exists() or run.driver.poll() is not None, 90)  # type: ignore[union-attr]
+        wait_until(lambda: (markers / phase).exists() or run.driver.poll() is not None, TIMEOUT_S)  # type: ignore[union-attr]
         if not (markers / phase).exists():
             return f"! the driver ended before: {run.output[-300:]}"
     started = time.monotonic()
@@ -142,9 +142,9 @@ def hit_in_phase(run: Run, markers: Path, phase: str, row: Row) -> str:
 def pause_in_publication(run: Run) -> None:
     """Stop the driver while it copies the files of the second publication to data/outputs/."""
     assert run.driver is not None
-    wait_until(lambda: run.count("stage_done", stage="full_run") == 1 or run.driver.poll() is not None, 90)  # type: ignore[union-attr]
+    wait_until(lambda: run.count("stage_done", stage="full_run") == 1 or run.driver.poll() is not None, TIMEOUT_S)  # type: ignore[union-attr]
     file = run.folder / "workspace" / "data" / "outputs" / PUBLISHING
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT_S
     while not file.exists():
         assert time.monotonic() < deadline and run.driver.poll() is None, "no publication was seen"
         time.sleep(0.0005)

@@ -23,7 +23,6 @@ from agent.ledger import RunState
 from arena import ORPHANS_S, Run, build, faults, settings
 
 ROLES = ("driver", "trainer", "guard", "worker", "ray")
-TRIALS = 6
 SEEDS = 2
 """So many undisturbed runs are made for comparison."""
 MEAN_PAUSE_S = 1.5
@@ -96,23 +95,23 @@ class Killer:
         self.orphans += len(left)
 
 
-def undisturbed(folder: Path, seed: int) -> RunState:
+def undisturbed(folder: Path, trials: int, seed: int) -> RunState:
     """The run that the disturbed ones are compared with."""
-    run = Run(folder, f"whole-{seed}", settings=settings(folder, TRIALS, seed))
+    run = Run(folder, f"whole-{seed}", settings=settings(folder, trials, seed))
     run.start()
     assert run.wait() == 0, run.output
     return run.state()
 
 
-def main(kills: int, seed: int, folder: Path) -> int:
+def main(kills: int, seed: int, trials: int, folder: Path) -> int:
     """Returns how much was found that must not be."""
     started = time.monotonic()
     build(folder)
-    references = [undisturbed(folder, number) for number in range(min(SEEDS, 1 + kills // 20))]
+    references = [undisturbed(folder, trials, number) for number in range(min(SEEDS, 1 + kills // 20))]
     killer, found, runs = Killer(kills, seed), Counter[str](), 0
     while killer.left:
         number = runs % len(references)
-        run = Run(folder, f"run-{runs}", {"step_s": 0.2}, settings(folder, TRIALS, number))
+        run = Run(folder, f"run-{runs}", {"step_s": 0.2}, settings(folder, trials, number))
         killer.torment(run)
         runs += 1
         of_run = faults(run, references[number])
@@ -120,7 +119,7 @@ def main(kills: int, seed: int, folder: Path) -> int:
             print(f"{run.name}: {dict(of_run)}", flush=True)
         found += of_run
     found["orphans"] = killer.orphans
-    print(f"{kills} kills in {runs} runs of {TRIALS} trials: {dict(killer.killed)}, {time.monotonic() - started:.0f} s")
+    print(f"{kills} kills in {runs} runs of {trials} trials: {dict(killer.killed)}, {time.monotonic() - started:.0f} s")
     for name in COUNTED:
         print(f"{found[name]:4d} {name}")
     return found.total()
@@ -130,6 +129,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trials", type=int, default=6, help="search trials of each run")
     parser.add_argument("--folder", type=Path, help="where to work; a new temporary folder by default")
     options = parser.parse_args()
-    sys.exit(min(1, main(options.kills, options.seed, options.folder or Path(tempfile.mkdtemp(prefix="chaos-")))))
+    chosen = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    sys.exit(min(1, main(options.kills, options.seed, options.trials, chosen)))

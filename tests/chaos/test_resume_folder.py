@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from arena import FINISHED, Run, build, faults, settings, wait_until
 
+from arena import FINISHED, Run, build, faults, settings, wait_until
 from trials.guard import RUN_TAG
 
 
