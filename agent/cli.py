@@ -5,13 +5,15 @@ Heavy packages are imported only by the verb that needs them, so that `--help` a
 
 import argparse
 import json
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agent.errors import AgentError, ConfigError, Interrupted
+from agent.errors import AgentError, ConfigError, Interrupted, describe_os_error
 
 if TYPE_CHECKING:
     from agent.config import AgentConfig
@@ -22,27 +24,60 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Find, within a fixed wall clock, the remedy against entropy collapse that fits your GRPO run.
 
 Without a verb: start a run. The embedded workspace is created when none is there."""
+_LONGEST_LINE = 1000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if arguments is None:
+        _require_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["run", *words]
     options = _parser().parse_args(words)
     try:
-        options.verb(options)
+        try:
+            options.verb(options)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except AgentError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        return error.exit_code
+        return _fail(_one_line(error), error.exit_code)
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return Interrupted.exit_code
+        return _fail("interrupted", Interrupted.exit_code)
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
-        print(f"error: {error.strerror or error}{where}; fix it, then resume", file=sys.stderr)
-        return 1
+        return _fail(_one_line(_describe(error, options)), 1)
     return 0
+
+
+def _fail(message: str, exit_code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return exit_code
+
+
+def _describe(error: OSError, options: argparse.Namespace) -> str:
+    if error.filename is None and _is_output_broken():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must not fail again at exit
+        return f"standard output cannot be written: {error.strerror}; give it a place with space"
+    places = (vars(options).get(name) for name in ("target", "workspace", "runs"))
+    again = "resume" if options.verb in (_run, _resume) else "try again"
+    return f"{describe_os_error(error, next(filter(None, places), 'the run folder'))}, then {again}"
+
+
+def _is_output_broken() -> bool:
+    """Whether standard output is full or nobody reads it any more."""
+    try:
+        return sys.stdout is not None and os.write(sys.stdout.fileno(), b"\n") == 0
+    except OSError:
+        return True
+
+
+def _require_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where the locale has another encoding, so that paths are what scripts call them."""
+    is_other = sys.getfilesystemencoding() != "utf-8"
+    if is_other and not sys.flags.ignore_environment and "utf8" not in sys._xoptions:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="verb")
 
     run = verbs.add_parser("run", help="start a new run (the default)")
+    run.register("action", None, _Once)
     run.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML); every key: agent/config.py")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override, e.g. search.trials=20")
     run.add_argument("--workspace", metavar="DIR", help="root of the task; short for --set workspace=DIR")
@@ -64,23 +100,26 @@ def _parser() -> argparse.ArgumentParser:
     doctor = verbs.add_parser(
         "doctor", help="check workspace, configuration and machine; nothing is started or written"
     )
+    doctor.register("action", None, _Once)
     doctor.add_argument("--config", type=Path, metavar="FILE", help="as for run")
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for run")
     doctor.add_argument("--workspace", metavar="DIR", help="as for run")
     doctor.set_defaults(verb=_doctor)
 
     init = verbs.add_parser("init", help="create a workspace for your own model and data on GPUs")
+    init.register("action", None, _Once)
     init.add_argument("target", type=Path, metavar="DIR", help="folder to create")
     init.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the base model")
     for split in ("train", "dev", "test"):
         text = f"{split} data: parquet in verl's schema, or parquet or JSON lines with question and answer"
         init.add_argument(f"--{split}", type=Path, nargs="+", required=True, metavar="FILE", help=text)
-    init.add_argument(
-        "--gpus", type=_positive, metavar="N", help="GPUs of one training; by default those of this machine"
-    )
-    init.add_argument("--steps", type=_positive, metavar="N", help="training steps; by default two epochs, 40 to 400")
-    init.add_argument("--responses", type=_positive, default=8, metavar="N", help="responses to each prompt (8)")
-    init.add_argument("--response-tokens", type=_positive, metavar="N", help="longest response; by default 2048")
+    for name, low, high, text in (
+        ("gpus", 1, 1024, "GPUs of one training; by default those of this machine"),
+        ("steps", 1, 10**6, "training steps; by default two epochs, 40 to 400"),
+        ("responses", 2, 1024, "responses to each prompt, compared with each other; by default 8"),
+        ("response-tokens", 1, 10**6, "longest response; by default 2048"),
+    ):
+        init.add_argument(f"--{name}", type=_between(low, high), metavar="N", help=text)
     init.add_argument("--verl", type=Path, metavar="DIR", help="verl checkout to copy; by default the installed verl")
     init.add_argument("--training-env", type=Path, metavar="DIR", help="environment to copy verl from")
     init.add_argument("--copy-model", action="store_true", help="copy the model instead of linking to it")
@@ -93,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "write report.html and optuna.db again"),
     ):
         sub = verbs.add_parser(name, help=text)
+        sub.register("action", None, _Once)
         sub.add_argument("run", nargs="?", help="name or path of the run; the newest by default")
         sub.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of run folders")
         sub.set_defaults(verb=verb)
@@ -136,7 +176,7 @@ def _run(options: argparse.Namespace) -> None:
         before = read_manifest(workspace)
         facts = {"workspace": str(workspace.root), "total_steps": workspace.total_steps, "rungs": rungs}
         create_run_folder(folder, config, facts)
-        folder.manifest.write_text(json.dumps(before, indent=1))
+        folder.manifest.write_text(json.dumps(before, indent=1), encoding="utf-8")
         folder.ledger.append("workspace_checked", checks=[vars(check) for check in checks])
         _lock_run(locks, folder)
         _execute(folder, config)
@@ -188,8 +228,6 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _init(options: argparse.Namespace) -> None:
-    import os
-
     from agent.scaffold import Request, build_scaffold
     from trials.gpus import read_gpus
 
@@ -205,7 +243,7 @@ def _init(options: argparse.Namespace) -> None:
         test=tuple(options.test),
         gpus=gpus,
         steps=options.steps,
-        responses=options.responses,
+        responses=options.responses or 8,
         response_tokens=options.response_tokens,
         verl=options.verl,
         training_env=options.training_env,
@@ -265,7 +303,10 @@ def _status(options: argparse.Namespace) -> None:
     folder = find_run_folder(options.runs, options.run)
     state = folder.read_state()
     curves = read_curves(folder.path, state.trials)
-    Console().print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
+    console = Console()
+    with console.capture() as page:  # rich itself would end silently when nobody reads it
+        console.print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
+    print(page.get(), end="")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -278,11 +319,25 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report(folder.path))
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
+def _between(low: int, high: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not a number from {low} to {high}")
+        return int(text)
+
+    return read
+
+
+class _Once(argparse.Action):
+    """Stores an option's value; an option that is given twice is refused, as only one of its values could count."""
+
+    _is_given = False
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        if self._is_given:
+            parser.error(f"{option_string or self.dest} is given twice; give it once, with all its values behind it")
+        self._is_given = True
+        setattr(namespace, self.dest, values)
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------
@@ -317,8 +372,6 @@ def _create_embedded_workspace(config: "AgentConfig") -> None:
 
 def _verl_of_training_environment(config: "AgentConfig") -> Path | None:
     """verl's package folder in the training environment; None when that is the agent's own."""
-    import os
-
     from agent.errors import PreflightError
     from trials.environment import EnvironmentUnusable, read_training_environment
     from trials.runner import child_environment
@@ -352,5 +405,7 @@ def _tell(submission: "Submission", report: Path) -> None:
     print(f"valid submission of {submission.samples} samples published{accuracy}; report: {report}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(message: object) -> str:
+    """A message without line ends; of a very long one the beginning, and the end, which says what to do."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 200]} … {text[-200:]}"

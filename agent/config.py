@@ -132,7 +132,8 @@ class AgentConfig(_Section):
         """
         prefix = self.training_env or default_prefix(self.workspace)
         if prefix is not None and find_python(prefix) is None:
-            raise ConfigError(f"training_env {prefix} has no bin/python3; name the folder of a venv or a conda prefix")
+            fix = "name" if self.training_env else "restore it, or set training_env to"
+            raise ConfigError(f"training_env {prefix} has no bin/python3; {fix} the folder of a venv or a conda prefix")
         return str(prefix) if prefix else None
 
     def read_space(self) -> SearchSpace:
@@ -198,6 +199,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> AgentConfig
     absolute = {"workspace": config.workspace.resolve(), "runs": config.runs.resolve()}
     if config.training_env is not None:
         absolute["training_env"] = config.training_env.absolute()  # a venv's python is a link that must not be followed
+    for key, place in absolute.items():
+        if (shown := str(place).encode(errors="backslashreplace").decode()) != str(place):
+            raise ConfigError(f"{key} {shown} is not UTF-8 and cannot be written into scripts; rename the folder")
     return config.model_copy(update=absolute)
 
 

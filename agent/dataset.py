@@ -5,6 +5,7 @@ pyarrow alone reads them, so a file that another version of `datasets` cannot op
 
 import hashlib
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.checks import CheckResult, first_line, warning
+from search_spaces.plain_files import require_file
 
 SCHEMA = ("data_source", "prompt", "reward_model")
 _ROWS_AT_ONCE = 1024
@@ -53,10 +55,8 @@ def read_dataset(paths: Sequence[Path], required: Sequence[str] = SCHEMA) -> Dat
 
 
 def _read_file(dataset: Dataset, path: Path, required: Sequence[str]) -> str | None:
-    if not path.is_file():
-        return f"{path} does not exist; restore it"
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(require_file(path))
         missing = set(required) - set(file.schema_arrow.names)
         if missing:
             return f"{path}: columns {sorted(missing)} are missing; write verl's schema"
@@ -69,6 +69,8 @@ def _read_file(dataset: Dataset, path: Path, required: Sequence[str]) -> str | N
             for record in batch.to_pylist():
                 _read_row(dataset, f"{path.name} row {row}", record)
                 row += 1
+    except FileNotFoundError:
+        return f"{path} does not exist; restore it"
     except (pa.ArrowException, OSError, ValueError) as error:
         return f"{path} is not a readable parquet file ({first_line(error)}); write it again"
     return None
@@ -83,7 +85,7 @@ def read_prompts(paths: Sequence[Path]) -> Iterator[str]:
     """The text of every usable prompt; a file that cannot be read has none."""
     for path in paths:
         try:
-            for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE, columns=["prompt"]):
+            for batch in pq.ParquetFile(require_file(path)).iter_batches(_ROWS_AT_ONCE, columns=["prompt"]):
                 for prompt in batch.column("prompt").to_pylist():
                     if _find_prompt_problem(prompt) is None:
                         yield _prompt_text(prompt)
@@ -115,7 +117,7 @@ def _read_row(dataset: Dataset, where: str, record: dict[str, Any]) -> None:
 def find_row_problem(record: dict[str, Any]) -> str | None:
     """What is wrong with a row, judged by the columns that are there; None when all is well."""
     if "data_source" in record and (not isinstance(record["data_source"], str) or not record["data_source"].strip()):
-        return f"data_source is {record['data_source']!r}; the reward function is chosen by it, write a name"
+        return f"data_source is {shown(record['data_source'])}; the reward function is chosen by it, write a name"
     return _find_prompt_problem(record["prompt"]) or (
         _find_reward_problem(record["reward_model"]) if "reward_model" in record else None
     )
@@ -125,10 +127,11 @@ def _find_prompt_problem(messages: Any) -> str | None:
     if messages is None:
         return "prompt is null, not a list of messages"
     if not isinstance(messages, list) or not messages:
-        return f"prompt is {_shown(messages)}, not a list of messages with role and content"
+        return f"prompt is {shown(messages)}, not a list of messages with role and content"
     for message in messages:
-        if not isinstance(message, dict) or not message.get("content") or not message.get("role"):
-            return f"prompt holds {_shown(message)}, not a message with role and content"
+        parts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(part, str) and part for part in parts):
+            return f"prompt holds {shown(message)}, not a message with role and content as text"
     return None
 
 
@@ -137,19 +140,24 @@ def _find_reward_problem(reward: Any) -> str | None:
         return "reward_model is null"
     answer = reward.get("ground_truth") if isinstance(reward, dict) else None
     if answer is None or normalise_answer(answer) is None:
-        return f"reward_model has no ground_truth that can be compared (value: {_shown(reward)})"
+        return f"reward_model has no ground_truth that can be compared (value: {shown(reward)})"
     return None
 
 
-def _shown(value: Any) -> str:
-    return repr(value)[:80]
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 60
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, however long or deep it is."""
+    return _REPR.repr(value)[:80]
 
 
 def normalise_answer(answer: Any) -> str | None:
     """A ground truth as text: 7, "7", 7.0 and ["7"] are all "7"; None when it says nothing or more than one thing."""
-    if isinstance(answer, (list, tuple)):
-        return normalise_answer(answer[0]) if len(answer) == 1 else None
-    if isinstance(answer, bool) or answer is None:
+    if isinstance(answer, (list, tuple)) and len(answer) == 1:
+        answer = answer[0]
+    if answer is None or isinstance(answer, (bool, bytes, dict, list, tuple)):
         return None
     if isinstance(answer, float):
         return (str(int(answer)) if answer.is_integer() else repr(answer)) if math.isfinite(answer) else None

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,43 +33,63 @@ from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK, FREE_GPUS, Demand, check_machine
 from agent.merging import find_merger
 from agent.model_files import WeightsError, check_model, count_parameters
-from agent.packages import find_package_version
 from agent.rungs import plan_rungs, trial_overrides
 from agent.script_checks import (
     check_context,
-    check_prompt_length,
     check_reward,
     check_script,
+    count_kept_checkpoints,
     known,
     number,
 )
 from agent.slots import read_ask, read_proxy_overrides
-from agent.training import check_training
+from agent.training import TrainingCheck, check_training
 from agent.workspace import Workspace, find_vocabulary, read_text
+from search_spaces.plain_files import require_file
 from trials.batching import BATCH_DEFAULTS
+from trials.environment import TrainingEnvironment
 from verl_overlay import install
 
 _Value = TypeVar("_Value")
 _STATES = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "failed": "[red]failed[/]"}
 
 
+@dataclass(frozen=True)
+class TaskChecks:
+    """The checks of a task, without those of the machine, and what they found on the way."""
+
+    results: list[CheckResult]
+    rungs: tuple[int, ...] | None
+    """None: they cannot be planned."""
+    environment: TrainingEnvironment | None
+    """None: it cannot be asked."""
+
+
+def check_task(config: AgentConfig, workspace: Workspace, checkpoints: Path) -> TaskChecks:
+    """The workspace, its training environment and the configuration against both.
+
+    Args:
+        config: of the run.
+        workspace: its workspace.
+        checkpoints: where a trial saves.
+    """
+    rungs, rung_check = _check_rungs(config, workspace)
+    asked = trial_overrides(workspace, rungs, checkpoints) if rungs else {}
+    try:
+        training = check_training(workspace, config.training_prefix(), asked)
+    except ConfigError as error:
+        training = TrainingCheck(None, [CheckResult("training environment", "no Python", str(error))])
+    results = [*check_workspace(workspace, training.environment), rung_check, *training.results]
+    return TaskChecks(results, rungs, training.environment)
+
+
 def check_all(config: AgentConfig, workspace: Workspace, machine: Machine) -> list[CheckResult]:
     """All checks of a run: the workspace, the configuration against it, the machine against both."""
-    results, prefix = [], None
-    try:
-        prefix = config.training_prefix()
-    except ConfigError as error:
-        results.append(CheckResult("training environment", str(config.training_env), str(error)))
-    results += check_workspace(workspace, Path(prefix) if prefix else config.training_env)
-    results.append(_check_runs_folder(config.runs))
-    rungs, rung_check = _check_rungs(config, workspace)
-    results.append(rung_check)
+    task = check_task(config, workspace, config.runs / "checkpoints")
+    results = [*task.results, _check_runs_folder(config.runs)]
     if config.search.gpus_per_trial is not None:
         results.append(_check_slots(config, workspace))
-    if rungs is not None and results[0].name != "training environment":
-        asked = trial_overrides(workspace, rungs, config.runs / "checkpoints")
-        results += check_training(workspace, prefix, asked).results
-    return [*results, *check_machine(machine, read_demand(config, workspace, rungs))]
+    return [*results, *check_machine(machine, read_demand(config, workspace, task.rungs))]
 
 
 def require_healthy(config: AgentConfig, workspace: Workspace, *, is_resumed: bool = False) -> list[CheckResult]:
@@ -98,15 +118,15 @@ def _is_own_doing(name: str) -> bool:
     return name in ("checkpoint folder", FREE_GPUS) or name.startswith(DISK)
 
 
-def check_workspace(workspace: Workspace, training_env: Path | None = None) -> list[CheckResult]:
-    """The checks that need neither the configuration nor the machine."""
+def check_workspace(workspace: Workspace, environment: TrainingEnvironment | None = None) -> list[CheckResult]:
+    """The checks that need neither the configuration nor the machine; `environment` is None where it cannot be asked."""
     results = _check_paths(workspace)
     core_algos_is_there = workspace.core_algos.is_file() and os.access(workspace.core_algos, os.R_OK)
     if core_algos_is_there:
         results += [_check_overlay(workspace), _check_version(workspace)]
     if workspace.train_script.is_file():
         results += check_script(workspace)
-    return results + _check_data(workspace, training_env) + _check_base_model(workspace)
+    return results + _check_data(workspace, environment) + _check_base_model(workspace)
 
 
 def render_table(results: Sequence[CheckResult]) -> Table:
@@ -124,7 +144,10 @@ def render_table(results: Sequence[CheckResult]) -> Table:
 def print_table(results: Sequence[CheckResult]) -> None:
     """Write the table to standard output; wide enough to be searched when that is not a terminal."""
     console = Console()
-    Console(width=None if console.is_terminal else 200).print(render_table(results))
+    console = Console(width=None if console.is_terminal else 200)
+    with console.capture() as page:  # rich itself would end silently when nobody reads it
+        console.print(render_table(results))
+    print(page.get(), end="")
 
 
 # ---- paths ------------------------------------------------------------------------------------------------------------
@@ -145,8 +168,12 @@ def _check_paths(workspace: Workspace) -> list[CheckResult]:
 
 
 def _check_file(name: str, path: Path, writable: bool = False) -> CheckResult:
-    if not path.is_file():
+    try:
+        require_file(path)
+    except FileNotFoundError:
         return CheckResult(name, "missing", f"{path} does not exist; restore it")
+    except OSError as error:
+        return CheckResult(name, "no file", f"{path}: {error.strerror}; restore it")
     if not _may(path, os.R_OK | (os.W_OK if writable else 0)):
         return CheckResult(name, "no permission", f"{path} is not {'writable' if writable else 'readable'}; chmod it")
     if path.stat().st_size == 0:
@@ -161,7 +188,9 @@ def _check_bash(name: str, path: Path) -> CheckResult:
         return result
     if b"\r\n" in path.read_bytes():
         return CheckResult(name, "CRLF", f"{path} has Windows line ends, which bash does not take; run dos2unix on it")
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, errors="replace", timeout=20)
+    done = subprocess.run(
+        ["bash", "-n", str(path)], capture_output=True, encoding="utf-8", errors="replace", timeout=20
+    )
     if done.returncode != 0:
         return CheckResult(
             name, "no bash script", f"{path}: {(done.stderr.strip().splitlines() or ['bash -n fails'])[0][:200]}"
@@ -260,7 +289,7 @@ def _check_overlay(workspace: Workspace) -> CheckResult:
 
 
 def _check_version(workspace: Workspace) -> CheckResult:
-    version = read_text(workspace.verl / "verl" / "version" / "version").strip()
+    version = workspace.verl_version
     return CheckResult("verl", f"version {version}" if version else "version unknown (no verl/version/version)")
 
 
@@ -281,7 +310,7 @@ def read_colocation(verl: Path) -> int | None:
 # ---- data and model ---------------------------------------------------------------------------------------------------
 
 
-def _check_data(workspace: Workspace, training_env: Path | None) -> list[CheckResult]:
+def _check_data(workspace: Workspace, environment: TrainingEnvironment | None) -> list[CheckResult]:
     train, dev = read_dataset(workspace.train_files), read_dataset(workspace.dev_files)
     test = read_dataset([workspace.test_file], required=["prompt"])
     results = [check_dataset("training data", train), check_dataset("dev data", dev), _check_test(workspace, test)]
@@ -290,10 +319,10 @@ def _check_data(workspace: Workspace, training_env: Path | None) -> list[CheckRe
     if train.answers and dev.answers:
         results.append(check_answers(train, dev))
     results += check_overlap({"training": train, "dev": dev, "test": test})
-    results.append(check_features([train, dev, test], find_package_version("datasets", training_env)))
-    results.append(check_prompt_length(workspace, training_env))
+    version = environment.versions.get("datasets") if environment else None
+    results.append(check_features([train, dev, test], version))
     if workspace.train_script.is_file():
-        results.append(check_reward(workspace, {*train.sources, *dev.sources}, training_env))
+        results.append(check_reward(workspace, {*train.sources, *dev.sources}, environment))
     return results
 
 
@@ -341,7 +370,7 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
     device = known(lambda: workspace.setting("trainer.device")) or "cuda"
     model = known(lambda: workspace.base_model)
     steps, every = known(lambda: workspace.total_steps), known(lambda: workspace.save_freq)
-    kept = number(workspace, "trainer.max_actor_ckpt_to_keep")
+    kept = count_kept_checkpoints(workspace)
     gpus = number(workspace, "trainer.n_gpus_per_node")
     full_run_saves = -(-steps // every) if steps and every else None
     trial_saves = rungs[-1] // rungs[0] if rungs else None
@@ -355,8 +384,8 @@ def read_demand(config: AgentConfig, workspace: Workspace, rungs: tuple[int, ...
         cpus_per_gpu=read_colocation(workspace.verl),
         ray_cpus=number(workspace, "ray_kwargs.ray_init.num_cpus") or number(workspace, "ray_init.num_cpus"),
         parameters=_count_parameters(model) if model else None,
-        trial_checkpoints=min(trial_saves, kept) if trial_saves and kept else trial_saves,
-        full_run_checkpoints=min(full_run_saves, kept) if full_run_saves and kept else full_run_saves,
+        trial_checkpoints=trial_saves,
+        full_run_checkpoints=min(full_run_saves, kept + 1) if full_run_saves and kept else full_run_saves,
         test_rows=test.rows or None,
         response_tokens=number(workspace, "data.max_response_length"),
         vocabulary=find_vocabulary(model) if model else None,

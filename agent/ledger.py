@@ -5,8 +5,8 @@ one line and calls fsync. A torn last line, as a power cut leaves it, is skipped
 next append. Everything else — status, resume, export, report — is a function of this file.
 
 Events: run_opened, workspace_checked, driver_started, overlay_installed, slots_planned, trial_started, trial_scored,
-attempt_failed, trial_ended, decision, stage_started, stage_done, stage_failed, published, evaluation_counted,
-configuration_changed, interrupted, run_finished.
+attempt_failed, attempt_lost, trial_ended, decision, stage_started, stage_done, stage_failed, published,
+evaluation_counted, configuration_changed, interrupted, run_finished.
 """
 
 import json
@@ -161,8 +161,20 @@ class TrialState:
     """Why its newest attempt failed, until the next one."""
     reason: str = ""
     scores: list[Score] = field(default_factory=list)
+    out_of_time: bool = False
+    """The clock ended it, not its score."""
     training_s: float = 0.0
     """Seconds all its ended attempts ran."""
+    open_since_s: float | None = None
+    """What the run had lasted when the attempt began that has not ended; None when there is none."""
+    start_up_s: float | None = None
+    """As measured by its newest attempt that ended; None when unknown."""
+    step_s: float | None = None
+    """Likewise: seconds per step, validations and saves included."""
+
+    def spent_s(self, elapsed_s: float) -> float:
+        """Seconds of training up to now, those of a running attempt included."""
+        return self.training_s + (0.0 if self.open_since_s is None else max(0.0, elapsed_s - self.open_since_s))
 
     @property
     def label(self) -> str:
@@ -186,6 +198,14 @@ class RunState:
     """The fold of a ledger."""
 
     opened: Event | None = None
+    elapsed_s: float = 0.0
+    """What the run had lasted at the newest event."""
+    newest_s: float = 0.0
+    """Wall clock of the newest event."""
+    boot: Event | None = None
+    """The newest event that tells of the boot clock."""
+    exact_gpus: int | None = None
+    """GPUs that train.sh asks, once slots were planned."""
     drivers: list[Event] = field(default_factory=list)
     trials: dict[str, TrialState] = field(default_factory=dict)
     stages: dict[str, Event] = field(default_factory=dict)
@@ -220,8 +240,16 @@ class RunState:
 
     @property
     def training_s(self) -> float:
-        """Seconds of training so far, summed over all ended attempts."""
-        return sum(trial.training_s for trial in self.trials.values())
+        """Seconds of training so far, summed over all ended attempts; those of proxies weigh as much as their GPUs."""
+        return sum(trial.training_s * self.gpu_share(trial) for trial in self.trials.values())
+
+    def spent_s(self, elapsed_s: float) -> float:
+        """The same with what running attempts have spent up to now."""
+        return sum(trial.spent_s(elapsed_s) * self.gpu_share(trial) for trial in self.trials.values())
+
+    def gpu_share(self, trial: TrialState) -> float:
+        """Of train.sh's GPUs that a trial has; 1 unless it is a proxy."""
+        return trial.gpus / self.exact_gpus if trial.is_proxy and trial.gpus and self.exact_gpus else 1.0
 
 
 def fold(events: Iterable[Event]) -> RunState:
@@ -244,6 +272,11 @@ def fold(events: Iterable[Event]) -> RunState:
 
 def _apply(state: RunState, event: Event) -> None:
     kind = event["event"]
+    since_s = max(0.0, event["time"] - state.newest_s) if state.opened else 0.0
+    state.elapsed_s = float(event.get("elapsed_s", state.elapsed_s + since_s))
+    state.newest_s = float(event["time"])
+    if "boot_id" in event:
+        state.boot = {**event, "boot_s": float(event["boot_s"]), "elapsed_s": state.elapsed_s}
     if kind == "run_opened":
         state.opened = event
     elif kind == "driver_started":
@@ -251,6 +284,8 @@ def _apply(state: RunState, event: Event) -> None:
         state.trouble = None
     elif kind == "workspace_checked":
         state.checks = event
+    elif kind == "slots_planned":
+        state.exact_gpus = event.get("exact_gpus")
     elif kind.startswith(("trial_", "attempt_")):
         _apply_trial(state, event)
     elif kind == "stage_done":
@@ -287,6 +322,7 @@ def _apply_trial(state: RunState, event: Event) -> None:
             )
         trial.attempts = max(trial.attempts, int(event["attempt"]))
         trial.resumed_step = int(event.get("resumed_step") or 0)
+        trial.open_since_s, trial.out_of_time = state.elapsed_s, False
         trial.outcome = trial.failure = trial.ended_s = None
         return
     trial = state.trials[name]
@@ -298,10 +334,23 @@ def _apply_trial(state: RunState, event: Event) -> None:
     elif event["event"] == "attempt_failed":
         trial.failure, trial.reason = event["failure"], event.get("reason", "")
         trial.failed_attempts += 1
-        trial.training_s += float(event.get("seconds", 0.0))
+        _end_attempt(state, trial, event)
+    elif event["event"] == "attempt_lost":
+        _end_attempt(state, trial, event)
     elif event["event"] == "trial_ended":
         trial.outcome = event["outcome"]
         trial.failure = event.get("failure")
         trial.reason = event.get("reason", "")
         trial.ended_s = event["time"]
-        trial.training_s += float(event.get("seconds", 0.0))
+        trial.out_of_time = bool(event.get("out_of_time", False))
+        _end_attempt(state, trial, event)
+
+
+def _end_attempt(state: RunState, trial: TrialState, event: Event) -> None:
+    """Count the seconds of an attempt: as measured, or from its start to this event where nobody measured them."""
+    seconds = event.get("seconds")
+    trial.training_s = trial.spent_s(state.elapsed_s) if seconds is None else trial.training_s + float(seconds)
+    trial.open_since_s = None
+    for name in ("start_up_s", "step_s"):
+        if event.get(name) is not None:
+            setattr(trial, name, float(event[name]))

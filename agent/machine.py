@@ -141,7 +141,7 @@ def _cgroup() -> Path:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(errors="replace", encoding="utf-8").strip()
     except OSError:
         return ""
 

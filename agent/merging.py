@@ -70,7 +70,7 @@ def find_merger(verl: Path) -> Merger | None:
 
 
 def _read_script(path: Path) -> Merger:
-    text = path.read_text(errors="replace")
+    text = path.read_text(errors="replace", encoding="utf-8")
     program = ("python3", str(path))
     if "add_subparsers" in text or ("verl.model_merger" in text and "--local_dir" not in text):
         return Merger(program, True, _VERB_OPTIONS)  # the options of later versions, or a script that passes them on
@@ -130,7 +130,7 @@ def _build_view(actor: Path, base: Path, view: Path) -> None:
     for file in actor.glob("*.json"):
         shutil.copy(file, view)
     if recorded_world_size(actor) is None:
-        (view / "fsdp_config.json").write_text(json.dumps({"world_size": read_world_size(actor)}))
+        (view / "fsdp_config.json").write_text(json.dumps({"world_size": read_world_size(actor)}), encoding="utf-8")
     own = actor / "huggingface"
     for source in (base, own):  # what the checkpoint has wins over the base model's
         if source.is_dir():

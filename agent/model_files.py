@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.checks import CheckResult
+from search_spaces.plain_files import NotAFile, require_file
 
 INDEX = "model.safetensors.index.json"
 
@@ -39,8 +40,8 @@ def _weight_files(model: Path) -> list[Path]:
 
 
 def _count_in_file(file: Path) -> int:
-    size = file.stat().st_size
     try:
+        size = require_file(file).stat().st_size
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header: dict[str, Any] = json.loads(opened.read(length)) if length < size else {}
@@ -49,6 +50,8 @@ def _count_in_file(file: Path) -> int:
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
         parameters = sum(int(math.prod(entry["shape"])) for entry in tensors)
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror}); copy it again") from None
     except (struct.error, ValueError, AttributeError, KeyError, TypeError):
         raise WeightsError(f"{file} is not a safetensors file; copy it again") from None
     if size < end:
@@ -57,14 +60,15 @@ def _count_in_file(file: Path) -> int:
 
 
 def count_tokens(model: Path) -> int | None:
-    """The tokenizer's length: its highest id + 1. None when it is not in tokenizer.json (nor vocab.json)."""
+    """The tokenizer's length: its highest id + 1. None when neither tokenizer.json nor vocab.json says it."""
     tokenizer = read_json(model / "tokenizer.json")
-    vocabulary = (tokenizer or {}).get("model", {}).get("vocab") if tokenizer else read_json(model / "vocab.json")
-    if not isinstance(vocabulary, (dict, list)):
+    try:
+        vocabulary = tokenizer["model"]["vocab"] if tokenizer else (read_json(model / "vocab.json") or [])
+        added = [entry["id"] for entry in (tokenizer or {}).get("added_tokens", [])]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([*ids, *added])) + 1
+    except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    added = [entry["id"] for entry in (tokenizer or {}).get("added_tokens", [])]
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    return max([*ids, *added], default=-1) + 1
 
 
 def read_context(model: Path) -> int | None:
@@ -83,7 +87,7 @@ def read_context(model: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None when the file is missing or holds something else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(require_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
@@ -99,6 +103,8 @@ def check_model(model: Path, vocabulary: int | None) -> list[CheckResult]:
         model: its folder.
         vocabulary: the `vocab_size` of its configuration; None when it names none.
     """
+    if kind := _find_kind(model / "config.json"):
+        return [CheckResult("base model", "no file", f"{kind}; copy the model again")]
     if not (model / "config.json").is_file():
         hint = (
             "put the base model there" if model.is_absolute() else "write the absolute path of a folder with the model"
@@ -108,6 +114,17 @@ def check_model(model: Path, vocabulary: int | None) -> list[CheckResult]:
         problem = f"{model}/config.json is not JSON or names no vocab_size"
         return [CheckResult("base model", "no vocab_size", problem)]
     return [_check_weights(model), _check_tokenizer(model, vocabulary)]
+
+
+def _find_kind(path: Path) -> str | None:
+    """What is there in place of a file; None for a file and for nothing."""
+    try:
+        require_file(path)
+    except NotAFile as error:
+        return str(error)
+    except OSError:
+        pass
+    return None
 
 
 def _check_weights(model: Path) -> CheckResult:
@@ -130,6 +147,9 @@ def _check_tokenizer(model: Path, vocabulary: int) -> CheckResult:
             name, "no tokenizer", f"{model}/tokenizer_config.json does not exist; copy the tokenizer's files"
         )
     tokens = count_tokens(model)
+    if tokens is None and (file := model / "tokenizer.json").exists():
+        problem = f"{_find_kind(file) or f'{file} is damaged'}; copy the tokenizer again"
+        return CheckResult(name, f"model {vocabulary}, tokenizer unknown", problem)
     if tokens is None:
         return CheckResult(name, f"model {vocabulary}, tokenizer unknown (no tokenizer.json)")
     found = f"model {vocabulary}, tokenizer {tokens}"

@@ -15,15 +15,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.budget import BudgetPlan, Measured, plan_budget
+from agent.budget import (
+    BudgetPlan,
+    Limits,
+    Measured,
+    Schedule,
+    last_save,
+    measure,
+    plan_budget,
+    submission_reserve,
+    training_left,
+)
+from agent.clock import RunClock, SystemTime, TimeSource, boot_facts, start_run_clock
 from agent.config import AgentConfig, digest
 from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
 from agent.merging import merge_checkpoint
+from agent.model_check import check_merged_model
 from agent.objective import judge, score_validation
 from agent.promotion import (
     CheckpointChoice,
@@ -34,8 +46,9 @@ from agent.promotion import (
     rank_proxies,
 )
 from agent.report import write_report
-from agent.run_folder import Lock, RunFolder, elapsed_s
+from agent.run_folder import Lock, RunFolder
 from agent.rungs import plan_rungs, trial_overrides
+from agent.script_checks import known
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
     LOGITS,
@@ -48,6 +61,7 @@ from agent.submission import (
     run_logged,
     validate_submission,
 )
+from agent.tensors import read_batches_given
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from search_spaces.space import Configuration
 from trials.checkpoints import (
@@ -55,6 +69,8 @@ from trials.checkpoints import (
     complete_steps,
     delete_checkpoints,
     delete_over_limit,
+    describe_data_place,
+    list_problems,
     read_checkpoints,
     repair_tracker,
     set_back,
@@ -66,6 +82,8 @@ from trials.runner import (
     Ended,
     TrialSpec,
     Validation,
+    attempt_seconds,
+    last_line,
     read_history,
     recover_history,
     trial_scratch,
@@ -80,23 +98,41 @@ if TYPE_CHECKING:
 BASELINE, FULL = "t000", "full"
 _CHOSEN = ("trial", "step", "objective", "accuracy", "entropy")
 _CPU_SLOTS = 2
+_SLACK = 1.05
+"""A re-measurement that must end leaves this much of the full run's expected time."""
 
 
 class Pipeline:
     """One run on one workspace. `execute()` goes from wherever the ledger stands to the end."""
 
     def __init__(
-        self, folder: RunFolder, config: AgentConfig, on_event: Callable[[Event], None], alone: bool = True
+        self,
+        folder: RunFolder,
+        config: AgentConfig,
+        on_event: Callable[[Event], None],
+        alone: bool = True,
+        time_source: TimeSource | None = None,
     ) -> None:
-        """`alone` is False when a living driver owns the run and this process only exports from it."""
+        """`alone` is False when a living driver owns the run and this process only exports from it. All time comes from
+        `time_source`, by default the machine's clocks."""
         self.folder, self.config, self.alone = folder, config, alone
         self.workspace = Workspace(config.workspace)
         self.space = config.read_space()
         self.ledger = folder.ledger
         self._on_event = on_event
+        self._time_source = time_source or SystemTime()
         self._stop = threading.Event()
         self.dev_rows = self.workspace.dev_rows()
+        self._dev_total = sum(self.dev_rows.values())
         self.rungs = plan_rungs(config, self.workspace)
+        self._last_save: int | None = None
+        """The last save that a running training can finish, where that is not its last step."""
+        self._search_ends_s = 0.0
+        """What the run will have lasted when the search must end."""
+        self._stop_steps: dict[str, int] = {}
+        """Search trial → the step that ends it."""
+        self._last_rung: int | None = self.rungs[-1]
+        """The step that ends a search trial that begins now; None when none may begin."""
         self.slots = config.search.concurrent or _CPU_SLOTS
         """Trials side by side; counted where GPUs train."""
 
@@ -104,7 +140,7 @@ class Pipeline:
 
     def record(self, event: str, **facts: Any) -> None:
         """Append to the ledger and tell the view."""
-        self._on_event(self.ledger.append(event, **facts))
+        self._on_event(self.ledger.append(event, **self.clock.stamp(), **facts))
 
     def state(self) -> RunState:
         return self.folder.read_state()
@@ -120,15 +156,110 @@ class Pipeline:
         if receipt is not None and receipt["inputs"] == key and not again:
             return receipt
         self.record("stage_started", stage=name)
-        started = time.monotonic()
+        started_s = self.clock.elapsed_s()
         try:
             facts = work()
         except AgentError as error:
             if not isinstance(error, Interrupted):
                 self.record("stage_failed", stage=name, reason=str(error))
             raise
-        self.record("stage_done", stage=name, inputs=key, seconds=round(time.monotonic() - started, 2), **facts)
+        self.record("stage_done", stage=name, inputs=key, seconds=round(self.clock.elapsed_s() - started_s, 2), **facts)
         return facts
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def clock(self) -> RunClock:
+        """How long the run has lasted."""
+        state = self.state()
+        seen = []
+        for trial in state.trials.values():
+            line = last_line(self.folder.trial(trial.trial), trial.attempts)
+            if line is not None and trial.open_since_s is not None:
+                seen.append((trial.open_since_s + line[0], line[1]))
+        return start_run_clock(state, self._time_source, seen)
+
+    @property
+    def limits(self) -> Limits:
+        budget = self.config.budget
+        return Limits(budget.total_hours * 3600, budget.training_hours * 3600, budget.inference_minutes * 60)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return Schedule(self.workspace.total_steps, self.workspace.save_freq, self.rungs)
+
+    def plan(self) -> BudgetPlan:
+        """What still fits, from all that was measured up to now."""
+        state, now_s, measured = self.state(), self.clock.elapsed_s(), self._measured()
+        trial_measured = self._measured_trials(state, measured)
+        running = [trial for trial in state.search_trials if trial.open_since_s is not None]
+        promised_s = sum(self._left_s(trial, trial_measured, now_s) for trial in running)
+        exact = [trial for trial in state.trials.values() if trial.kind == "remeasure" and trial.outcome == "completed"]
+        to_remeasure = self.ask.is_proxy and state.full_run is None and "remeasure" not in state.stages
+        return plan_budget(
+            limits=self.limits,
+            elapsed_s=now_s,
+            training_done_s=state.spent_s(now_s),
+            submission_s=self._submission_s(state),
+            measured=measured,
+            trial_measured=trial_measured,
+            schedule=self.schedule,
+            slots=self.slots,
+            gpu_share=self._gpu_share,
+            remeasured=max(0, self.config.search.remeasured_proxies - len(exact)) if to_remeasure else 0,
+            running=len(running),
+            promised_s=promised_s * self._gpu_share,
+        )
+
+    def _left_s(self, trial: TrialState, measured: Measured, now_s: float) -> float:
+        """How long a search trial that runs is expected to run on."""
+        steps = self._stop_steps.get(trial.trial, self.rungs[-1]) - trial.resumed_step
+        return max(0.0, measured.training_s(steps, self.rungs[0]) + (trial.open_since_s or 0.0) - now_s)
+
+    @property
+    def _gpu_share(self) -> float:
+        return self.ask.gpus / self.ask.exact_gpus if self.ask.is_proxy else 1.0
+
+    def _training_ends_s(self) -> float:
+        """Seconds from now until all training must have been interrupted."""
+        state, now_s = self.state(), self.clock.elapsed_s()
+        return min(training_left(self.limits, now_s, state.spent_s(now_s), self._submission_s(state)))
+
+    def _submission_s(self, state: RunState) -> float:
+        """The reserve for the submission, by the newest receipts of its parts."""
+        merge_s, inference_s, validate_s = (
+            state.stages.get(name, {}).get("seconds") for name in ("merge", "inference", "validate")
+        )
+        return submission_reserve(self.limits, merge_s, inference_s, validate_s)
+
+    def _measured(self) -> Measured:
+        """Times of the baseline."""
+        return Measured.from_receipt(self.state().stages["baseline"])
+
+    def _measured_trials(self, state: RunState, measured: Measured) -> Measured:
+        """Times of a search trial: as the ended ones took, before there is one as its GPUs let expect."""
+        known = [t for t in state.search_trials if t.start_up_s is not None and t.step_s is not None]
+        if not known:
+            return replace(measured, step_s=measured.step_s / self._gpu_share)
+        start_up_s = statistics.median(trial.start_up_s or 0.0 for trial in known)
+        return Measured(start_up_s, statistics.median(trial.step_s or 0.0 for trial in known))
+
+    def _past_last_save(self, trial: str, step: int, save_freq: int, start_up_s: float = 0.0) -> str | None:
+        """Why a training that has saved `step` must end now; None when another save fits, after a start-up where it is to be
+        started again. Its own newest steps tell how long that takes."""
+        measured = measure(read_history(self.folder.trial(trial)), last_steps=save_freq) or self._measured()
+        left_s, total = self._training_ends_s() - start_up_s, self.workspace.total_steps
+        last = last_save(measured, step=step, save_freq=save_freq, total_steps=total, left_s=left_s)
+        if last == total:
+            return None
+        next_s = measured.steps_s(min(save_freq, total - step), saves=1)
+        left = f"{left_s:.0f} s of training are left, and from one save to the next it takes {next_s:.0f} s"
+        if last == step:
+            return f"no save after that of step {step} fits: {left}"
+        if self._last_save != last:
+            self._last_save = last
+            self.decide("last save", f"{trial} step {last}", left)
+        return None
 
     # ---- the story -----------------------------------------------------------------------------------------------
 
@@ -143,7 +274,7 @@ class Pipeline:
             self.clean_up()
             self._require_unchanged_workspace()
             self._plan_slots()
-            self.record("driver_started", pid=os.getpid())
+            self.record("driver_started", pid=os.getpid(), **boot_facts(self._time_source))
             self._install_overlay()
             self.stage("baseline", {}, self._run_baseline)
             self._submit_early()
@@ -180,7 +311,7 @@ class Pipeline:
         state = self.state()
         if state.finished is None or state.published[-1]["time"] > state.finished["time"]:
             facts = {"changed_files": changed, "forbidden_changes": forbidden}
-            self.record("run_finished", **facts, seconds=round(elapsed_s(state), 1))
+            self.record("run_finished", **facts, seconds=round(self.clock.elapsed_s(), 1))
         write_report(self.folder.path)
         if forbidden:
             raise StageError(
@@ -274,6 +405,11 @@ class Pipeline:
         """Record what a trial did that its driver could not; end it if it had done all."""
         for attempt in range(1, trial.attempts + 1):
             shutil.rmtree(trial_scratch(self.folder.tag, trial.trial, attempt), ignore_errors=True)
+        if trial.open_since_s is not None:
+            at_most_s = self.clock.elapsed_s() - trial.open_since_s
+            seconds = min(attempt_seconds(self.folder.trial(trial.trial), trial.attempts), at_most_s)
+            reason = "the agent ended before it"
+            self.record("attempt_lost", trial=trial.trial, attempt=trial.attempts, seconds=seconds, reason=reason)
         known = {score.step for score in trial.scores}
         initial = self._measured_initial_entropy()
         history = recover_history(self.folder.trial(trial.trial), trial.attempts)
@@ -281,7 +417,8 @@ class Pipeline:
             if initial and validation.step not in known and validation.step > 0:
                 self.record("trial_scored", trial=trial.trial, **self._score(trial.kind, initial)(validation))
         last = history[-1].step if history else 0
-        if trial.kind in ("search", "remeasure") and last >= self.rungs[-1]:
+        is_short = trial.kind in ("search", "remeasure") or "baseline" in self.state().stages
+        if trial.kind != "full" and is_short and last >= self.rungs[-1]:
             reason = f"recovered from its log: step {last} was done when the driver died"
             self.record("trial_ended", trial=trial.trial, outcome="completed", failure=None, reason=reason, step=last)
 
@@ -360,7 +497,7 @@ class Pipeline:
         distributions = distributions_of(self.space, parameters)
 
         def begin(attempt: int) -> TrialSpec:
-            spec = self.prepare(BASELINE, attempt, "baseline", {})
+            spec = self._limited(self.prepare(BASELINE, attempt, "baseline", {}))
             self.record(
                 "trial_started", trial=BASELINE, attempt=attempt, resumed_step=spec.resumed_step, kind="baseline",
                 origin="baseline", configuration={}, parameters=parameters, distributions=distributions,
@@ -372,19 +509,50 @@ class Pipeline:
             if initial and validation.step > 0:
                 self.record("trial_scored", trial=BASELINE, **self._score("baseline", initial)(validation))
 
-        ended = self._run_trial(BASELINE, begin, tell)
-        if ended.outcome != "completed":
-            raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
+        ended = self._train_baseline(begin, tell)
         initial = self._measured_initial_entropy()
         if initial is None or not initial > 0:
             raise StageError(
                 f"the baseline shows no policy entropy (first value: {initial}): the log has neither actor/entropy nor "
                 "actor/entropy_loss; the agent cannot judge methods without it"
             )
-        steps = [m.step_s for m in read_history(self.folder.trial(BASELINE)) if m.step_s is not None]
-        # A resumed baseline may end at once, or show so few steps that the moments they were read at say nothing.
-        step_s = max(ended.step_s or 0.0, statistics.fmean(steps) if steps else 0.0)
-        return {"initial_entropy": initial, "start_up_s": ended.start_up_s or 0.0, "step_s": step_s}
+        history = read_history(self.folder.trial(BASELINE))
+        shown = [m.step_s for m in history if m.step_s is not None]
+        measured = measure(history) or Measured(ended.start_up_s or 0.0, statistics.fmean(shown) if shown else 0.0)
+        return {"initial_entropy": initial, **asdict(measured)}
+
+    def _train_baseline(
+        self, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], str | None]
+    ) -> Ended:
+        """Run the baseline as far as time allows.
+
+        Raises:
+            StageError: it failed, or time was over before it had a checkpoint.
+        """
+        if self._training_ends_s() > 0:
+            ended = self._run_trial(BASELINE, begin, on_validation)
+        else:
+            history = read_history(self.folder.trial(BASELINE))
+            ended = Ended("stopped", history[-1].step if history else 0, 0.0, reason="no time is left for it")
+            if BASELINE in self.state().trials:
+                self._record_end(BASELINE, ended)
+        if ended.outcome == "failed":
+            raise StageError(f"the GRPO baseline failed: {ended.reason}; fix the workspace, then resume")
+        if ended.outcome == "stopped" and not complete_steps(self.folder.trial(BASELINE) / "checkpoints"):
+            raise StageError(
+                f"time ended in the baseline after step {ended.last_step}, before its first checkpoint at step "
+                f"{self.rungs[0]}: {self._time_spent()}"
+            )
+        return ended
+
+    def _time_spent(self) -> str:
+        """For an error message: what was spent of what, and what to do."""
+        now_s, limits = self.clock.elapsed_s(), self.limits
+        return (
+            f"{now_s / 3600:.2f} of {limits.total_s / 3600:g} h and {self.state().spent_s(now_s) / 3600:.2f} of "
+            f"{limits.training_s / 3600:g} h of training are spent, {self._submission_s(self.state()) / 60:.0f} min are "
+            "kept for the submission — resume with --set budget.total_hours=… or budget.training_hours=…"
+        )
 
     def _measured_initial_entropy(self) -> float | None:
         """The entropy of the baseline's first training step: the untrained policy's. None when it was not seen."""
@@ -401,14 +569,14 @@ class Pipeline:
         )
 
     def _run_trial(
-        self, name: str, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], None]
+        self, name: str, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], str | None]
     ) -> Ended:
         """Run a trial in this process, again after failures that its kind of failure allows, and record how it ended.
 
         Args:
             name: the trial.
             begin: attempt → the attempt to run, its start recorded.
-            on_validation: called for each validation.
+            on_validation: called for each validation; says why the trial must end then, or None.
 
         Raises:
             Interrupted: a person stopped it.
@@ -428,8 +596,8 @@ class Pipeline:
             facts = asdict(ended)
             self.record("attempt_failed", trial=name, attempt=attempt, step=facts.pop("last_step"), **facts)
 
-    def _run_attempt(self, spec: TrialSpec, on_validation: Callable[[Validation], None]) -> Ended:
-        """Run one attempt in this process.
+    def _run_attempt(self, spec: TrialSpec, on_validation: Callable[[Validation], str | None]) -> Ended:
+        """Run one attempt in this process, until it ends or `on_validation` gives a reason to end it.
 
         Raises:
             Interrupted: a person stopped it.
@@ -440,7 +608,8 @@ class Pipeline:
                 if isinstance(event, Ended):
                     self._require_running()
                     return event
-                on_validation(event)
+                if reason := on_validation(event):
+                    return Ended("stopped", event.step, event.seconds, reason=reason)
         except OSError as error:
             raise StageError(
                 f"cannot write to {spec.folder}: {error.strerror}; free space or fix it, then resume"
@@ -459,7 +628,8 @@ class Pipeline:
 
     def _record_end(self, trial: str, ended: Ended) -> None:
         facts = asdict(ended)
-        self.record("trial_ended", trial=trial, step=facts.pop("last_step"), **facts)
+        out_of_time = ended.outcome == "stopped"
+        self.record("trial_ended", trial=trial, step=facts.pop("last_step"), out_of_time=out_of_time, **facts)
 
     # ---- trials --------------------------------------------------------------------------------------------------
 
@@ -468,7 +638,16 @@ class Pipeline:
         self.folder.trial(trial).mkdir(parents=True, exist_ok=True)
         known = self.state().trials.get(trial)
         resumed_step = self._make_resumable(known) if known else 0
-        return self.short_trial(trial, attempt, kind, configuration, resumed_step)
+        spec = self.short_trial(trial, attempt, kind, configuration, resumed_step)
+        if kind != "search" or self._last_rung is None:
+            return spec
+        ends = [rung for rung in self.rungs if rung >= self._last_rung and rung > resumed_step]
+        self._stop_steps[trial] = ends[0] if ends else self.rungs[-1]
+        return replace(spec, stop_step=self._stop_steps[trial])
+
+    def _limited(self, spec: TrialSpec) -> TrialSpec:
+        """The same, interrupted in time for a submission."""
+        return replace(spec, time_limit_s=self._training_ends_s())
 
     def short_trial(
         self, trial: str, attempt: int, kind: str, configuration: Configuration, resumed_step: int = 0
@@ -524,46 +703,59 @@ class Pipeline:
 
     # ---- search --------------------------------------------------------------------------------------------------
 
-    def plan(self) -> BudgetPlan:
-        """What still fits, from the baseline's measurements."""
-        state = self.state()
-        budget = self.config.budget
-        return plan_budget(
-            measured=self._measured(),
-            elapsed_s=elapsed_s(state),
-            total_s=budget.total_hours * 3600,
-            training_done_s=state.training_s,
-            training_limit_s=budget.training_hours * 3600,
-            total_steps=self.workspace.total_steps,
-            inference_limit_s=budget.inference_minutes * 60,
-            concurrent=self.slots,
-            remeasure_s=self.config.search.remeasured_proxies * self._remeasure_s() if self.ask.is_proxy else 0.0,
-        )
-
-    def _measured(self) -> Measured:
-        """Start-up and step time of the baseline."""
-        receipt = self.state().stages["baseline"]
-        return Measured(float(receipt["start_up_s"]), float(receipt["step_s"]))
-
     def _search(self) -> None:
-        state = self.state()
+        state, hours = self.state(), (self.config.budget.total_hours, self.config.budget.training_hours)
+        if state.full_run is not None:
+            return
         enough = "search" in state.stages and len(state.search_trials) >= self.config.search.trials
-        if enough or state.full_run is not None:
-            return
-        budget = self.plan()
-        measured = self._measured()
-        if budget.search_ends_s < measured.start_up_s + self.rungs[0] * measured.step_s:
-            self.decide("budget", "no search: not even a first rung fits", budget.reason)
-            return
-        self.decide("budget", f"search for at most {budget.search_ends_s:.0f} s", budget.reason)
-        search_deadline = time.monotonic() + budget.search_ends_s
-        self.stage(
-            "search",
-            {"trials": self.config.search.trials},
-            lambda: self._run_search(state, lambda: time.monotonic() > search_deadline),
-        )
+        if not enough:
+            budget = self._plan_search()
+            self._last_rung = budget.last_rung
+            if self._last_rung is None:
+                self.decide("budget", "no search: not even a first rung fits", budget.reason)
+            else:
+                ended = sum(trial.outcome is not None for trial in state.search_trials)
+                wanted = self.config.search.trials - ended
+                fits = "" if wanted <= budget.trials else f", {budget.trials} of {wanted} trials fit"
+                self.decide("budget", f"search for at most {budget.search_ends_s:.0f} s{fits}", budget.reason)
+                inputs = {"trials": self.config.search.trials, "hours": hours}
+                self.stage("search", inputs, lambda: self._run_search(state))
+        self._end_open_trials("search", "baseline")
 
-    def _run_search(self, state: RunState, time_is_over: Callable[[], bool]) -> dict[str, Any]:
+    def _plan_search(self) -> BudgetPlan:
+        """See what still fits, and move the end of the search accordingly."""
+        budget = self.plan()
+        self._search_ends_s = self.clock.elapsed_s() + budget.search_ends_s
+        return budget
+
+    def _may_start(self) -> bool:
+        """Whether another trial fits; a change of its last rung is a decision."""
+        budget = self._plan_search()
+        if budget.last_rung != self._last_rung:
+            now = (
+                f"trials that begin now end at step {budget.last_rung}" if budget.last_rung else "no more trials begin"
+            )
+            self.decide("budget", now, budget.reason)
+        self._last_rung = budget.last_rung
+        return self._last_rung is not None
+
+    def _time_is_over(self) -> bool:
+        return self.clock.elapsed_s() >= self._search_ends_s
+
+    def _after_trial(self) -> None:
+        """What follows the end of a search trial: it may leave time to others."""
+        self.delete_losers()
+        self._write_study(every_s=60.0)
+        self._plan_search()
+
+    def _end_open_trials(self, *kinds: str) -> None:
+        """Trials that were interrupted and for which no time is left."""
+        for trial in self.state().trials.values():
+            if trial.outcome is None and trial.kind in kinds:
+                reason = "the time of the search is over"
+                self.record("trial_ended", trial=trial.trial, outcome="stopped", reason=reason, out_of_time=True)
+
+    def _run_search(self, state: RunState) -> dict[str, Any]:
         from agent.search import SearchPlan, run_search
 
         settings = self.config.search
@@ -573,7 +765,7 @@ class Pipeline:
             concurrent=settings.concurrent if self.ask.gpus else self.slots,
             rungs=self.rungs,
             reduction_factor=settings.reduction_factor,
-            dev_rows=sum(self.dev_rows.values()),
+            dev_rows=self._dev_total,
             seed=self.config.seed,
             startup_trials=settings.startup_trials,
             failures_in_a_row=settings.failures_in_a_row,
@@ -591,7 +783,8 @@ class Pipeline:
                 self._score("search", initial),
                 engine=self.engine,
                 must_stop=self._stop.is_set,
-                time_is_over=time_is_over,
+                time_is_over=self._time_is_over,
+                may_start=self._may_start,
                 stop_file=self.folder.stop_file,
                 on_end=self._after_trial,
                 scratch=self.folder.tune,
@@ -599,7 +792,8 @@ class Pipeline:
             self._require_running()
             trials = self.state().search_trials
             is_whole = all(trial.outcome is not None for trial in trials)  # not when a node was lost at the end
-            if broken or (is_whole and (time_is_over() or len(trials) >= settings.trials)):
+            is_over = self._time_is_over() or not self._may_start()
+            if broken or is_over or (is_whole and len(trials) >= settings.trials):
                 break
         self.folder.stop_file.unlink(missing_ok=True)
         self._remove_scripts()
@@ -609,16 +803,12 @@ class Pipeline:
         after = self.state()
         return {"trials": len(after.search_trials), "failed": sum(t.outcome == "failed" for t in after.search_trials)}
 
-    def _after_trial(self) -> None:
-        self.delete_losers()
-        self._write_study(every_s=60.0)
-
     def _write_study(self, every_s: float = 0.0) -> None:
         """Bring the view for optuna-dashboard up to date, unless it was written a moment ago."""
         from agent.search import write_study
 
         path = self.folder.optuna
-        if not path.exists() or time.time() - path.stat().st_mtime > every_s:
+        if not path.exists() or self._time_source.wall_s() - path.stat().st_mtime > every_s:
             write_study(self.state(), path, self.folder.path.name)
 
     def delete_losers(self) -> None:
@@ -628,7 +818,8 @@ class Pipeline:
         with_checkpoint = {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))}
         losers: list[str] = []
         for is_proxy in (False, True):  # a proxy never makes a loser of an exact trial
-            losers += choose_losers([trial for trial in ended if trial.is_proxy is is_proxy], with_checkpoint)
+            alike = [trial for trial in ended if trial.is_proxy is is_proxy]
+            losers += choose_losers(alike, with_checkpoint, self._dev_total)
         for trial in ended:
             if trial.trial in losers:
                 delete_checkpoints(self.checkpoints_of(trial), keep=())
@@ -644,15 +835,10 @@ class Pipeline:
 
     # ---- re-measurement of proxies -------------------------------------------------------------------------------
 
-    def _remeasure_s(self) -> float:
-        """Expected duration of one exact trial."""
-        measured = self._measured()
-        return 1.15 * (measured.start_up_s + self.rungs[-1] * measured.step_s)
-
     def _remeasure(self) -> None:
         """Run exact trials of the best proxies' configurations: only those and the baseline can be promoted."""
         state = self.state()
-        proxies = rank_proxies(state.search_trials)
+        proxies = rank_proxies(state.search_trials, self._dev_total)
         if not proxies or state.full_run is not None:
             return
         names = [proxy.trial for proxy in proxies]
@@ -669,11 +855,11 @@ class Pipeline:
                 break
             if known is not None and known.outcome is not None:
                 continue
+            done = max(complete_steps(self.checkpoints_of(known)), default=0) if known else 0
+            needed_s = self._measured().training_s(self.rungs[-1] - done, self.rungs[0])
             left_s = self._left_before_full_run_s()
-            if left_s < self._remeasure_s():
-                reason = (
-                    f"{left_s:.0f} s are left before the full run, an exact trial takes {self._remeasure_s():.0f} s"
-                )
+            if left_s < needed_s:
+                reason = f"{left_s:.0f} s are left before the full run, an exact trial takes {needed_s:.0f} s"
                 self.decide("re-measurement", None, reason)
                 break
             score = proxy.last
@@ -685,12 +871,13 @@ class Pipeline:
             )
             self.decide("re-measurement", proxy.trial, reason)
             self._run_remeasurement(proxy, known)
+        self._end_open_trials("remeasure")
         exact = [trial for trial in self.state().trials.values() if trial.kind == "remeasure"]
         return {"trials": [trial.trial for trial in exact]}
 
     def _left_before_full_run_s(self) -> float:
         budget = self.plan()
-        return budget.training_ends_s - (budget.full_run_s if budget.full_run_fits else 0.0)
+        return budget.training_ends_s - (_SLACK * budget.full_run_s if budget.full_run_fits else 0.0)
 
     def _run_remeasurement(self, proxy: TrialState, known: TrialState | None) -> None:
         state = self.state()
@@ -700,6 +887,7 @@ class Pipeline:
 
         def begin(attempt: int) -> TrialSpec:
             spec = self.prepare(name, attempt, "remeasure", proxy.configuration)
+            spec = replace(spec, time_limit_s=self._left_before_full_run_s())
             self.record(
                 "trial_started", trial=name, attempt=attempt, resumed_step=spec.resumed_step, kind="remeasure",
                 origin=f"re-measurement of {proxy.trial}", configuration=proxy.configuration, gpus=self.ask.exact_gpus,
@@ -720,7 +908,7 @@ class Pipeline:
     def _promote_and_train(self) -> tuple[TrialState, CheckpointChoice]:
         state = self.state()
         candidates = [trial for trial in state.trials.values() if trial.kind != "full" and not trial.is_proxy]
-        promotion = choose_promotion(candidates)
+        promotion = choose_promotion(candidates, self._dev_total)
         if promotion is None:
             raise StageError("no trial has a usable score, so nothing can be promoted; see the report for the failures")
         if state.full_run is None:
@@ -728,7 +916,10 @@ class Pipeline:
             budget = self.plan()
             if not budget.full_run_fits:
                 self.decide("full run", None, budget.reason)
-                return self.best_checkpoint()
+                self._continue(state.trials[promotion.trial])
+                best = self.best_checkpoint()
+                self._bake(best[0].configuration)
+                return best
         winner = state.full_run or state.trials[promotion.trial]
         self.stage(
             "full_run",
@@ -741,7 +932,47 @@ class Pipeline:
         if choice is None:
             self.decide("full run", None, "the full run left no complete checkpoint; the best trial's is taken")
             return self.best_checkpoint()
+        leader = self.state().trials[promotion.trial]
+        earlier = self._choose(leader) if full.outcome != "completed" else None
+        if earlier is not None and earlier.objective > choice.objective:
+            reason = f"the full run ended at step {full.last.step if full.last else 0} with {choice.objective:.4f}; "
+            self.decide("full run", leader.trial, f"{reason}{leader.trial} reached {earlier.objective:.4f}")
+            return leader, earlier
         return full, choice
+
+    def _continue(self, leader: TrialState) -> None:
+        """Train the leading trial on from its last checkpoint as far as a save can be finished in time: what is done when a
+        full run no longer fits."""
+        steps, save_freq, total = complete_steps(self.checkpoints_of(leader)), self.rungs[0], self.workspace.total_steps
+        measured, left_s = self._measured(), self._training_ends_s()
+        left_s -= measured.start_up_s
+        last = (
+            last_save(measured, step=steps[-1], save_freq=save_freq, total_steps=total, left_s=left_s) if steps else 0
+        )
+        if not steps or last == steps[-1]:
+            return
+        initial = self.state().initial_entropy
+        assert initial is not None
+        point = leader.parameters if leader.kind == "search" else leader.configuration
+
+        def begin(attempt: int) -> TrialSpec:
+            spec = self._limited(self.prepare(leader.trial, attempt, leader.kind, point))
+            self.record(
+                "trial_started", trial=leader.trial, attempt=attempt, resumed_step=spec.resumed_step, kind=leader.kind,
+                origin=leader.origin, configuration=leader.configuration,
+            )  # fmt: skip
+            return replace(spec, stop_step=last)
+
+        score = self._score(leader.kind, initial)
+
+        def tell(validation: Validation) -> str | None:
+            self.record("trial_scored", trial=leader.trial, **score(validation))
+            return self._past_last_save(leader.trial, validation.step, save_freq)
+
+        reason = f"{left_s:.0f} s of training are left after its start-up; a full run from the beginning does not fit"
+        self.decide("continuation", f"{leader.trial} from step {steps[-1]} to {last}", reason)
+        inputs = {"trial": leader.trial, "step": steps[-1]}
+        self.stage("continuation", inputs, lambda: {"steps": self._run_trial(leader.trial, begin, tell).last_step})
 
     def full_run_spec(
         self, attempt: int, configuration: Configuration, time_limit_s: float, resumed_step: int = 0
@@ -787,7 +1018,7 @@ class Pipeline:
                 )
             known = self.state().full_run
             resumed_step = self._make_resumable(known) if known else 0
-            spec = self.full_run_spec(attempt, configuration, self.plan().training_ends_s, resumed_step)
+            spec = self.full_run_spec(attempt, configuration, self._training_ends_s(), resumed_step)
             self.record(
                 "trial_started", trial=FULL, attempt=attempt, resumed_step=resumed_step, kind="full",
                 origin=f"promotion of {promoted}", configuration=configuration,
@@ -796,13 +1027,21 @@ class Pipeline:
 
         score = self._score("full", initial)
 
-        def tell(validation: Validation) -> None:
-            if validation.step > 0:
-                self.record("trial_scored", trial=FULL, **score(validation))
-                full = self.state().full_run
-                assert full is not None
-                self._limit_disk(full)
+        def tell(validation: Validation) -> str | None:
+            if validation.step == 0:
+                return None
+            self.record("trial_scored", trial=FULL, **score(validation))
+            full = self.state().full_run
+            assert full is not None
+            self._limit_disk(full)
+            return self._past_last_save(FULL, validation.step, self.workspace.save_freq)
 
+        if known := self.state().full_run:
+            done, start_up_s = max(complete_steps(checkpoints), default=0), self._measured().start_up_s
+            if reason := self._past_last_save(FULL, done, self.workspace.save_freq, start_up_s):
+                if known.outcome is None:
+                    self._record_end(FULL, Ended("stopped", done, 0.0, reason=reason))
+                return {"steps": done}
         ended = self._run_trial(FULL, begin, tell)
         bring_back(checkpoints)
         if ended.outcome == "completed":
@@ -819,14 +1058,25 @@ class Pipeline:
         """
         checkpoints = self.checkpoints_of(trial)
         bring_back(checkpoints)  # of an earlier such retry
-        newest = repair_tracker(checkpoints)
-        if trial.failure != FailureKind.NO_PROGRESS or newest is None:
-            return newest or 0
-        before = trial.resumed_step or newest
-        earlier = set_back(checkpoints, before)
-        start = "from the beginning" if earlier is None else f"from step {earlier}"
-        self.decide("resume", start, f"the attempt of {trial.trial} that went on from step {before} made no step")
-        return earlier or 0
+        reasons = list_problems(checkpoints)
+        step = repair_tracker(checkpoints)
+        if trial.failure == FailureKind.NO_PROGRESS and step is not None:
+            before = trial.resumed_step or step
+            step = set_back(checkpoints, before)
+            reasons.append(f"the attempt that went on from step {before} made no step")
+        self._tell_resume(trial.trial, checkpoints, step, reasons)
+        return step or 0
+
+    def _tell_resume(self, trial: str, checkpoints: Path, step: int | None, reasons: list[str]) -> None:
+        """Record from which step, and from where in the training data, an attempt goes on."""
+        if step is None:
+            self.decide(
+                "resume", f"{trial} from the beginning", "; ".join([*reasons, "there is no checkpoint to go on from"])
+            )
+            return
+        given = read_batches_given(checkpoints / f"global_step_{step}" / "data.pt")
+        place = describe_data_place(step, known(lambda: self.workspace.steps_per_epoch), given)
+        self.decide("resume", f"{trial} from step {step}", "; ".join([*reasons, place]))
 
     # ---- submission ----------------------------------------------------------------------------------------------
 
@@ -854,7 +1104,7 @@ class Pipeline:
             return state.full_run, choice
         trials = [trial for trial in state.trials.values() if trial.kind != "full"]
         while trials:
-            promotion = choose_promotion(trials)
+            promotion = choose_promotion(trials, self._dev_total)
             leader = state.trials[promotion.trial] if promotion else trials[0]
             if choice := self._choose(leader):
                 return leader, choice
@@ -866,8 +1116,7 @@ class Pipeline:
         state = self.state()
         if state.published or state.full_run is not None:
             return
-        budget = self.plan()
-        if elapsed_s(state) + 2 * budget.submission_s > self.config.budget.total_hours * 3600:
+        if self.clock.elapsed_s() + 2 * self._submission_s(state) + self.limits.margin_s > self.limits.total_s:
             self.decide("early submission", None, "the time that is left is needed for the last one")
             return
         try:
@@ -942,7 +1191,8 @@ class Pipeline:
             checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
             verl, base = self.workspace.verl, self.workspace.base_model
             merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
-            return {"model": str(model)}
+            check = check_merged_model(self.workspace, model, choice.accuracy, choice.entropy, run)
+            return {"model": str(model), "check": check}
 
         def infer() -> dict[str, Any]:
             limit_s = self.config.budget.inference_minutes * 60

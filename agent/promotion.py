@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from agent.ledger import Score, TrialState
+from agent.objective import standard_error
 
 
 @dataclass(frozen=True)
@@ -27,36 +28,52 @@ class CheckpointChoice:
     reason: str
 
 
-def choose_promotion(trials: Sequence[TrialState]) -> Promotion | None:
-    """The best trial at the highest step that any usable trial has reached.
+def choose_promotion(trials: Sequence[TrialState], dev_rows: int | None = None) -> Promotion | None:
+    """The best trial, each pair compared at the highest step that both have reached.
 
     Trials are compared at the same step only: a run is a prefix of the full schedule, so equal steps are comparable and
-    unequal ones are not. Ties go to the higher accuracy, then to the earlier trial. None when no trial has a score.
+    unequal ones are not. The best at the highest step leads; a trial that ended earlier for want of time, not because ASHA
+    stopped it, takes the lead when it was better at its own last step by more than a standard error of the accuracy over
+    `dev_rows` rows. At the same step, ties go to the higher accuracy, then to the earlier trial. None when no trial has a
+    score.
     """
-    usable = [trial for trial in trials if trial.outcome != "failed" and trial.scores and _last(trial).objective > 0]
-    if not usable:
-        usable = [trial for trial in trials if trial.outcome != "failed" and trial.scores]
+    scored = [trial for trial in trials if trial.outcome != "failed" and trial.scores]
+    contenders = [trial for trial in scored if trial.outcome != "stopped" or trial.out_of_time] or scored
+    usable = [trial for trial in contenders if _last(trial).objective > 0] or contenders
     if not usable:
         return None
-    top = max(_last(trial).step for trial in usable)
-    finalists = sorted((trial for trial in usable if _last(trial).step == top), key=_merit, reverse=True)
-    best = finalists[0]
-    score = _last(best)
+    groups = {step: [t for t in usable if _last(t).step == step] for step in {_last(t).step for t in usable}}
+    top = max(groups)
+    finalists = sorted(groups[top], key=_merit, reverse=True)
+    best, step = finalists[0], top
     reason = f"{best.trial} ({best.origin}) has the highest objective of {len(finalists)} trials at step {top}: "
-    reason += f"{score.objective:.4f}, {score.reason}"
+    reason += f"{_last(best).objective:.4f}, {_last(best).reason}"
     if len(finalists) > 1:
         second = _last(finalists[1])
         reason += f"; next is {finalists[1].trial} ({finalists[1].origin}) with {second.objective:.4f}"
+    for earlier in sorted(groups.keys() - {top}, reverse=True):
+        ended = [trial for trial in groups[earlier] if trial.outcome is not None]
+        challenger, known = max(ended, key=_merit, default=None), _at(best, earlier)
+        noise = standard_error(known, dev_rows) if known and dev_rows else 0.0
+        if challenger and known and _last(challenger).objective > known.objective + noise:
+            reason += f"; {challenger.trial} ({challenger.origin}), for which time ended at step {earlier}, was better "
+            reason += f"there: {_last(challenger).objective:.4f} against {known.objective:.4f}"
+            best, step = challenger, earlier
     stopped = sum(1 for trial in trials if trial.scores and _last(trial).step < top)
     if stopped:
         reason += f"; {stopped} trials had ended earlier"
-    return Promotion(best.trial, top, score.objective, reason)
+    return Promotion(best.trial, step, _last(best).objective, reason)
 
 
-def rank_proxies(trials: Sequence[TrialState]) -> list[TrialState]:
-    """The proxies worth an exact trial, best first: usable, and by objective among those at the highest step."""
-    usable = [t for t in trials if t.is_proxy and t.outcome != "failed" and t.scores and _last(t).objective > 0]
-    return sorted(usable, key=lambda trial: (_last(trial).step, *_merit(trial)), reverse=True)
+def rank_proxies(trials: Sequence[TrialState], dev_rows: int | None = None) -> list[TrialState]:
+    """The proxies worth an exact trial, best first: usable, and each the one to promote among those behind it."""
+    usable = {
+        t.trial: t for t in trials if t.is_proxy and t.outcome != "failed" and t.scores and _last(t).objective > 0
+    }
+    ranked = []
+    while promotion := choose_promotion(list(usable.values()), dev_rows):
+        ranked.append(usable.pop(promotion.trial))
+    return ranked
 
 
 def choose_checkpoint(scores: Sequence[Score], complete_steps: Sequence[int]) -> CheckpointChoice | None:
@@ -82,15 +99,17 @@ def choose_checkpoint(scores: Sequence[Score], complete_steps: Sequence[int]) ->
     return CheckpointChoice(best.step, best.objective, best.accuracy, best.entropy, reason)
 
 
-def choose_losers(trials: Sequence[TrialState], with_checkpoint: Collection[str]) -> list[str]:
+def choose_losers(
+    trials: Sequence[TrialState], with_checkpoint: Collection[str], dev_rows: int | None = None
+) -> list[str]:
     """Ended trials whose checkpoints can never become the submission.
 
     These are all ended trials but the best one that has a complete checkpoint. A trial that still runs may fail, so it
-    makes no loser of anybody. The ranking of ended trials cannot change: what is a loser once stays one.
+    makes no loser of anybody. The ranking of trials that ended at the same step cannot change: a loser stays one.
     """
     ended = [trial for trial in trials if trial.outcome is not None]
     candidates = [trial for trial in ended if trial.trial in with_checkpoint]
-    winner = choose_promotion(candidates)
+    winner = choose_promotion(candidates, dev_rows)
     return [trial.trial for trial in ended if trial.trial != winner.trial] if winner else []
 
 
@@ -111,6 +130,10 @@ def _last(trial: TrialState) -> Score:
     score = trial.last
     assert score is not None
     return score
+
+
+def _at(trial: TrialState, step: int) -> Score | None:
+    return next((score for score in trial.scores if score.step == step), None)
 
 
 def _merit(trial: TrialState) -> tuple[float, float, float]:

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.checks import first_line
-from agent.dataset import find_row_problem, normalise_answer
+from agent.dataset import find_row_problem, normalise_answer, shown
 from agent.errors import PreflightError
+from search_spaces.plain_files import require_file
 
 QUESTION, ANSWER = ("question", "problem"), ("answer", "ground_truth")
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -43,6 +44,7 @@ def read_questions(path: Path, *, split: str) -> Questions:
             continue
         is_verl = "prompt" in record and not any(name in record for name in QUESTION)
         row, problem = _take(record, split) if is_verl else _convert(record, path, split)
+        problem = problem or _find_text_problem(row)
         questions.is_converted |= not is_verl
         problems += [f"{where}: {problem}"] if problem else []
         row["extra_info"] = {"split": split, "index": len(questions.rows)}
@@ -61,11 +63,11 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
     """(row or line number, record or complaint) of each."""
     try:
         if path.suffix in (".jsonl", ".json"):
-            with path.open(encoding="utf-8") as file:
+            with require_file(path).open(encoding="utf-8-sig") as file:
                 yield from ((f"line {number}", _parse(line)) for number, line in enumerate(file, 1) if line.strip())
         elif path.suffix == ".parquet":
             row = 0
-            for batch in pq.ParquetFile(path).iter_batches():
+            for batch in pq.ParquetFile(require_file(path)).iter_batches():
                 for record in batch.to_pylist():
                     yield f"row {row}", record
                     row += 1
@@ -80,6 +82,8 @@ def _parse(line: str) -> dict[str, Any] | str:
         record = json.loads(line)
     except ValueError:
         return f"not JSON: {line.strip()[:60]!r}"
+    except RecursionError:
+        return "nested too deeply"
     return record if isinstance(record, dict) else f"not a JSON object: {line.strip()[:60]!r}"
 
 
@@ -99,14 +103,29 @@ def _convert(record: dict[str, Any], path: Path, split: str) -> tuple[dict[str, 
     answer = next((record[name] for name in ANSWER if name in record), None)
     problem = None
     if not isinstance(question, str) or not question.strip():
-        problem = f"{' or '.join(QUESTION)} is {question!r}, not text"
+        problem = f"{' or '.join(QUESTION)} is {shown(question)}, not text"
     if isinstance(answer, str):
         answer = answer.rpartition("####")[2]  # GSM8K writes its answer behind the reasoning
     text = normalise_answer(answer)
     if text is None and (answer is not None or split != "test"):
-        problem = problem or f"{' or '.join(ANSWER)} is {answer!r}, not one answer"
+        problem = problem or f"{' or '.join(ANSWER)} is {shown(answer)}, not one answer"
     messages = [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
-    return _row(str(record.get("data_source") or path.stem), messages, text), problem
+    return _row(record.get("data_source") or path.stem, messages, text), problem
+
+
+def _find_text_problem(row: dict[str, Any]) -> str | None:
+    """What no file could hold as text."""
+    texts = [
+        row["data_source"],
+        *(message["content"] for message in row["prompt"]),
+        row["reward_model"]["ground_truth"],
+    ]
+    for text in filter(None, texts):
+        if not isinstance(text, str):
+            return f"data_source is {shown(text)}, not text"
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            return f"{shown(text)} holds half of a character (\\ud800 … \\udfff)"
+    return None
 
 
 def _row(source: str, messages: list[dict[str, str]], answer: str | None) -> dict[str, Any]:

@@ -5,21 +5,20 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pyarrow import ArrowException
 
-from agent.budget import BudgetPlan, Measured, plan_budget
+from agent.budget import RESERVE, BudgetPlan, Measured, plan_budget, submission_reserve
 from agent.checks import CheckResult, require_sound
 from agent.config import AgentConfig
-from agent.doctor import check_workspace
+from agent.doctor import check_task
 from agent.errors import AgentError, PreflightError
 from agent.merging import find_merger, merge_environment, working_folders
 from agent.pipeline import BASELINE, FULL, Pipeline
 from agent.run_folder import RunFolder
-from agent.rungs import plan_rungs, trial_overrides
 from agent.submission import inference_command
-from agent.training import check_training
 from agent.workspace import Workspace, changed_files, read_manifest
 from trials.runner import TrialSpec, build_environment, child_environment
 from verl_overlay import install
@@ -41,26 +40,19 @@ def rehearse(config: AgentConfig, folder: RunFolder, say: Callable[[str], None] 
         raise PreflightError(f"there is no workspace at {workspace.root}; a rehearsal creates none, check the path")
     say(f"REHEARSAL of {folder.path.name} on {workspace.root}: nothing is started, nothing is written\n")
     before = read_manifest(workspace)
-    prefix = config.training_prefix()
-    checks = check_workspace(workspace, Path(prefix) if prefix else None)
-    try:
-        rungs = plan_rungs(config, workspace)
-    except (PreflightError, OSError, ArrowException):
-        say(_render_checks(checks))
-        require_sound(checks)
-        raise
-    asked = trial_overrides(workspace, rungs, folder.trial(BASELINE) / "checkpoints")
-    training = check_training(workspace, prefix, asked)
-    checks += training.results
+    task = check_task(config, workspace, folder.trial(BASELINE) / "checkpoints")
+    checks = task.results
     say(_render_checks(checks))
+    if task.rungs is None:
+        require_sound(checks)
     try:
         pipeline = Pipeline(folder, config, on_event=lambda event: None)
         commands = _render_commands(pipeline)
     except (AgentError, OSError, ArrowException, AssertionError):
         require_sound(checks)
         raise
-    if training.environment is not None:
-        gpus = training.environment.gpus
+    if task.environment is not None:
+        gpus = task.environment.gpus
         seen = "not known" if gpus is None else ", ".join(f"{name} ({size} MiB)" for name, size in gpus) or "none"
         say(f"GPUs that the training environment sees: {seen}\n")
     say(_render_plan(pipeline, *_find_measured(config, workspace)))
@@ -91,29 +83,38 @@ def _find_measured(config: AgentConfig, workspace: Workspace) -> tuple[Measured,
             continue
         receipt, opened = state.stages.get("baseline"), state.opened or {}
         if receipt and receipt.get("step_s") and opened.get("workspace") == str(workspace.root):
-            return Measured(receipt["start_up_s"], receipt["step_s"]), f"MEASURED by {ledger.parent.name}"
+            return Measured.from_receipt(receipt), f"MEASURED by {ledger.parent.name}"
     return ASSUMED, "ASSUMED, nothing was measured here yet"
 
 
 def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
-    config, total_steps = pipeline.config, pipeline.workspace.total_steps
-    trial_s = measured.start_up_s + pipeline.rungs[-1] * measured.step_s
+    config, schedule, ask, slots = pipeline.config, pipeline.schedule, pipeline.ask, _expected_slots(pipeline)
+    share = ask.gpus / ask.exact_gpus if ask.is_proxy else 1.0
+    trial = replace(measured, step_s=measured.step_s / share)
+    exact_s, trial_s = (schedule.trial_s(times, schedule.rungs[-1]) for times in (measured, trial))
+    again = config.search.remeasured_proxies if ask.is_proxy else 0
+    submission_s = submission_reserve(pipeline.limits, None, None, None)
     budget = plan_budget(
+        limits=pipeline.limits,
+        elapsed_s=exact_s + submission_s,
+        training_done_s=exact_s,
+        submission_s=submission_s,
         measured=measured,
-        elapsed_s=trial_s,
-        total_s=config.budget.total_hours * 3600,
-        training_done_s=trial_s,
-        training_limit_s=config.budget.training_hours * 3600,
-        total_steps=total_steps,
-        inference_limit_s=config.budget.inference_minutes * 60,
-        concurrent=_expected_slots(pipeline),
+        trial_measured=trial,
+        schedule=schedule,
+        slots=slots,
+        gpu_share=share,
+        remeasured=again,
     )
-    search_s, note = _search_time(config, budget, trial_s, _expected_slots(pipeline))
-    phases = [
-        (trial_s, f"baseline {BASELINE}: plain GRPO to step {pipeline.rungs[-1]} of {total_steps}"),
-        (search_s, note),
-        (budget.full_run_s if budget.full_run_fits else 0.0, _full_run_note(budget, total_steps)),
-        (budget.submission_s, "merge, inference.sh, validation, publication (twice the limit of one inference)"),
+    total_steps = schedule.total_steps
+    phases = [(exact_s, f"baseline {BASELINE}: plain GRPO to step {schedule.rungs[-1]} of {total_steps}")]
+    phases.append((submission_s, "its submission, so that there is one; and in case one part fails, that part again"))
+    phases.append(_search_time(config, budget, trial_s, slots))
+    if again:
+        phases.append((RESERVE * again * exact_s, f"re-measurement of {again} proxies on {ask.exact_gpus} GPUs"))
+    phases += [
+        (budget.final_s, _final_note(budget, total_steps)),
+        (submission_s, "merge, inference.sh, validation, publication; time for a second inference included"),
     ]
     lines, clock = [], 0.0
     for seconds, what in phases:
@@ -125,7 +126,8 @@ def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
         f"  times {origin}: {measured.start_up_s:.0f} s from launch to first step, {measured.step_s:.1f} s per step",
         f"  trials are judged at steps {rungs}; one that leads nothing at a step is stopped there",
     ]
-    return "\n".join([*head, *lines, f"  {_clock(clock)}          done at the latest by these times\n"])
+    margin = f"{_span(pipeline.limits.margin_s)} before the limit is the latest"
+    return "\n".join([*head, *lines, f"  {_clock(clock)}          done at the latest by these times; {margin}\n"])
 
 
 def _expected_slots(pipeline: Pipeline) -> int:
@@ -147,9 +149,9 @@ def _search_time(config: AgentConfig, budget: BudgetPlan, trial_s: float, slots:
     return (rounds * trial_s if fits == search.trials else window_s), text
 
 
-def _full_run_note(budget: BudgetPlan, total_steps: int) -> str:
+def _final_note(budget: BudgetPlan, total_steps: int) -> str:
     if not budget.full_run_fits:
-        return f"NO FULL RUN: {_span(budget.full_run_s)} do not fit; the best trial's checkpoint is submitted"
+        return f"NO FULL RUN: {_span(budget.full_run_s)} do not fit; the leading trial goes on as far as time allows"
     return f"full run: train.sh itself, {total_steps} steps (15 % reserve included)"
 
 

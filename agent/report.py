@@ -150,20 +150,6 @@ def _rung_steps(state: RunState) -> list[int]:
     return sorted({score.step for trial in state.search_trials for score in trial.scores})
 
 
-def _newest_time(state: RunState) -> float:
-    """Seconds since the epoch of the newest event that the state keeps."""
-    single = [event for event in (state.opened, state.checks, state.finished) if event]
-    events = [*single, *state.drivers, *state.stages.values(), *state.decisions, *state.published]
-    times = [float(event.get("time") or 0.0) for event in events]
-    times += [max(trial.started_s, trial.ended_s or 0.0) for trial in state.trials.values()]
-    return max(times, default=0.0)
-
-
-def wall_s(state: RunState) -> float | None:
-    """Seconds from the first start to the end, or to the newest event; down-time counts."""
-    return _newest_time(state) - float(state.opened["time"]) if state.opened else None
-
-
 # ---- the page ----------------------------------------------------------------------------------------------
 
 
@@ -235,11 +221,11 @@ def _headline(state: RunState, leader: _Leader | None, title: str) -> Markup:
 
 
 def _status_line(state: RunState) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(_newest_time(state)))
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.newest_s))
     workspace = (state.opened or {}).get("workspace")
     where = f" Workspace: {workspace}." if workspace else ""
     if state.finished is not None:
-        return f"Finished at {when} after {format_seconds(wall_s(state))}.{where}"
+        return f"Finished at {when} after {format_seconds(state.elapsed_s)}.{where}"
     trouble = state.trouble or {}
     why = f" Stage {trouble['stage']} failed: {trouble.get('reason', '')}." if "stage" in trouble else ""
     return f"Not finished: this page shows what the ledger held at {when}.{why}{where}"
@@ -490,8 +476,11 @@ def _times(state: RunState, curves: Curves) -> Markup:
     rows: list[tuple[Any, ...]] = [_stage_row(state, stage) for stage in state.stage_seconds]
     rows += [_trial_time_row(trial, curves.get(trial.trial, [])) for trial in state.trials.values()]
     starts = f"the agent was started {len(state.drivers)} times" if len(state.drivers) != 1 else ""
-    rows.append((element("b", "training, all trials"), format_seconds(state.training_s), "", ""))
-    rows.append((element("b", "wall clock"), format_seconds(wall_s(state)), "", starts))
+    budget = (state.opened or {}).get("config", {}).get("budget", {})
+    hours = {name: f"limit {budget[name]:g} h" if name in budget else "" for name in ("training_hours", "total_hours")}
+    rows.append((element("b", "training, all trials"), format_seconds(state.training_s), "", hours["training_hours"]))
+    starts = "; ".join(filter(None, (starts, hours["total_hours"])))
+    rows.append((element("b", "wall clock"), format_seconds(state.elapsed_s), "", starts))
     return table("times", "what | time | of it start-up | training steps", rows, numeric={1, 2})
 
 
@@ -537,6 +526,7 @@ def _proof(state: RunState) -> list[Markup]:
         element("h3", "Submission"),
         _published(state),
         element("p", _submission_facts(_submission(state))),
+        *_model_check(state.stages.get("merge", {}).get("check")),
         element("p", "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."),
     ]
 
@@ -585,6 +575,21 @@ def _submission_facts(submission: Mapping[str, Any]) -> str:
     text = f"Validated: {_samples(submission)}, {tokens} tokens per answer, "
     text += f"policy entropy {format_number(submission.get('mean_entropy'), 4)} nats/token over all of them, "
     return text + f"test accuracy {format_number(submission.get('accuracy'))}."
+
+
+def _model_check(check: Mapping[str, Any] | None) -> list[Markup]:
+    """Training and merged model side by side."""
+    if check is None:
+        return []
+    if "unchecked" in check:
+        return [element("p", f"The merged model was not tried on dev questions: {check['unchecked']}.")]
+    rows = [
+        ("dev accuracy", format_number(check["trainer_accuracy"]), format_number(check["accuracy"])),
+        ("entropy (nats/token)", format_number(check["trainer_entropy"], 4), format_number(check["entropy"], 4)),
+        *check["settings"],
+    ]
+    facts = f"The merged model, tried on dev questions before the inference: {check['note']}."
+    return [element("p", facts), table("merged", "what | in the training | merged model", rows)]
 
 
 def _reference(state: RunState, title: str) -> list[Markup]:

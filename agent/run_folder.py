@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import yaml
 
+from agent.clock import SystemTime, TimeSource, boot_facts
 from agent.config import AgentConfig, digest, write_config
 from agent.errors import ConfigError, RunFolderError
 from agent.ledger import SCHEMA, Ledger, RunState, fold
@@ -88,7 +89,7 @@ class RunFolder:
             RunFolderError: missing or damaged.
         """
         try:
-            return dict(json.loads(self.manifest.read_text()))
+            return dict(json.loads(self.manifest.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             raise RunFolderError(
                 f"{self.manifest} is missing or damaged; without it changes cannot be proven"
@@ -116,7 +117,7 @@ class Lock:
 
     def __enter__(self) -> "Lock":
         writable = os.access(self._path.parent, os.W_OK) and not self._path.exists()
-        self._file = self._path.open("a" if writable else "r")
+        self._file = self._path.open("a" if writable else "r", encoding="utf-8")
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +181,9 @@ def find_run_folder(runs: Path, name: str | None) -> RunFolder:
     return RunFolder(ledgers[-1].parent.resolve())
 
 
-def create_run_folder(folder: RunFolder, config: AgentConfig, facts: dict[str, Any]) -> None:
+def create_run_folder(
+    folder: RunFolder, config: AgentConfig, facts: dict[str, Any], time_source: TimeSource | None = None
+) -> None:
     """Create the folder with its configuration and the first event of its ledger.
 
     Raises:
@@ -191,20 +194,24 @@ def create_run_folder(folder: RunFolder, config: AgentConfig, facts: dict[str, A
         write_config(config, folder.path / "config.yaml")
     except OSError as error:
         raise RunFolderError(f"cannot create {folder.path}: {error.strerror}; choose a writable --set runs=…") from None
+    source = time_source or SystemTime()
     folder.ledger.append(
         "run_opened",
+        time=round(source.wall_s(), 3),
+        elapsed_s=0.0,
         schema=SCHEMA,
         fingerprint=config.fingerprint(),
         space_digest=space_digest(config),
         config=config.model_dump(mode="json"),
         versions=versions(),
+        **boot_facts(source),
         **facts,
     )
 
 
 def space_digest(config: AgentConfig) -> str:
     """Hash of the search space's content."""
-    return digest(yaml.safe_load(config.space_path().read_text()))
+    return digest(yaml.safe_load(config.space_path().read_text(encoding="utf-8")))
 
 
 def require_same(state: RunState, config: AgentConfig, folder: RunFolder) -> None:
@@ -236,8 +243,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def elapsed_s(state: RunState) -> float:
-    """Wall clock since the run was opened, down-time included; never negative."""
-    return max(0.0, time.time() - float((state.opened or {"time": time.time()})["time"]))

@@ -8,6 +8,13 @@ from agent.errors import PreflightError
 from agent.workspace import Workspace
 from trials.script import OverrideValue
 
+_DELETES_NOTHING: dict[str, OverrideValue] = {
+    "trainer.max_actor_ckpt_to_keep": None,
+    "trainer.remove_previous_ckpt_in_save": False,
+    "trainer.del_local_ckpt_after_load": False,
+}
+"""verl keeps the newest checkpoints, the agent the best: in a trial only the agent deletes."""
+
 
 def plan_rungs(config: AgentConfig, workspace: Workspace) -> tuple[int, ...]:
     """The steps at which trials are judged.
@@ -38,6 +45,4 @@ def trial_overrides(workspace: Workspace, rungs: Sequence[int], checkpoints: Pat
         "trainer.save_freq": rungs[0],
         "trainer.default_local_dir": str(checkpoints),
     }
-    if "trainer.max_actor_ckpt_to_keep" in workspace.script.overrides:
-        overrides["trainer.max_actor_ckpt_to_keep"] = None  # verl keeps the newest; the agent keeps the best
-    return overrides
+    return overrides | {key: value for key, value in _DELETES_NOTHING.items() if key in workspace.script.overrides}

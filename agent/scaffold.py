@@ -3,25 +3,32 @@
 The folder appears whole or not at all, and an existing file is never overwritten.
 """
 
+import filecmp
 import math
+import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent.errors import PreflightError
+from agent.dataset import shown
+from agent.errors import PreflightError, describe_os_error
 from agent.model_files import read_context
 from agent.questions import Questions, read_questions
 from agent.script_checks import is_known_source, read_reward_sources
-from agent.token_counts import count_tokens_of
 from trials import grading, scaffold
 from trials.batching import propose_batches
 from trials.embedded.build import build_folder, copy_verl
+from trials.environment import EnvironmentUnusable, TrainingRequest, read_training_environment
+from trials.runner import child_environment
 
 TEMPLATES = Path(scaffold.__file__).parent
 SPLITS = ("train", "dev", "test")
@@ -61,6 +68,7 @@ def build_scaffold(request: Request) -> list[str]:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", model.name)
     package = find_verl(request)
     splits = {split: _read_split(getattr(request, split), split) for split in SPLITS}
+    _require_different_files(request)
     settings, notes = plan_settings(request, name, package, splits)
 
     def fill(root: Path) -> None:
@@ -77,8 +85,18 @@ def build_scaffold(request: Request) -> list[str]:
 
     try:
         return [f"workspace {build_folder(request.target, fill)}", *notes]
-    except FileExistsError as error:
-        raise PreflightError(str(error)) from None
+    except OSError as error:
+        said = str(error) if error.errno is None and isinstance(error, FileExistsError) else ""
+        raise PreflightError(said or f"{describe_os_error(error, request.target)}; no workspace was created") from None
+
+
+def _require_different_files(request: Request) -> None:
+    files = [(split, path) for split in SPLITS for path in getattr(request, split)]
+    for (split, path), (other_split, other) in combinations(files, 2):
+        if filecmp.cmp(path, other, shallow=False):
+            raise PreflightError(
+                f"--{split} {path} and --{other_split} {other} are the same; give every split questions of its own"
+            )
 
 
 def _read_split(paths: tuple[Path, ...], split: str) -> Questions:
@@ -101,13 +119,14 @@ def _number_tests(rows: list[dict[str, Any]], paths: tuple[Path, ...]) -> None:
     ids = [row.get("sample_id") for row in rows]
     if all(value is None for value in ids):
         ids = list(range(len(rows)))
-    wrong = next((row for row, value in enumerate(ids) if type(value) is not int or value in ids[:row]), None)
-    if wrong is not None:
-        names = ", ".join(map(str, paths))
-        raise PreflightError(
-            f"{names}: sample_id of test row {wrong} is {ids[wrong]!r}; write unique integers or none at all"
-        )
-    for row, value in zip(rows, ids, strict=True):
+    seen: set[int] = set()
+    for number, (row, value) in enumerate(zip(rows, ids, strict=True)):
+        if type(value) is not int or abs(value) >= 2**63 or value in seen:
+            names = ", ".join(map(str, paths))
+            raise PreflightError(
+                f"{names}: sample_id of test row {number} is {shown(value)}; write unique integers or none at all"
+            )
+        seen.add(value)
         row["sample_id"] = value
 
 
@@ -215,7 +234,14 @@ def plan_prompt_tokens(request: Request, splits: dict[str, Questions]) -> int:
     texts = [
         "\n".join(message["content"] for message in row["prompt"]) for part in splits.values() for row in part.rows
     ]
-    counts = count_tokens_of(texts, request.model, request.training_env)
+    tokenizer = request.model.expanduser().resolve() / "tokenizer.json"
+    counts: Sequence[int] | None = None
+    if tokenizer.is_file():
+        prefix = str(request.training_env.expanduser().absolute()) if request.training_env else None
+        asked = TrainingRequest(tokenizer=str(tokenizer), texts=texts)
+        with suppress(EnvironmentUnusable):
+            inherited = child_environment(os.environ, prefix, run_tag="")
+            counts = read_training_environment(inherited, Path("/"), asked).tokens
     if counts is None:  # a byte-level tokenizer makes at most one token of a byte
         counts = [len(text.encode()) for text in texts]
     return min(_PROMPT_LIMIT, math.ceil((max(counts) + _TEMPLATE_TOKENS) / 128) * 128)
@@ -252,10 +278,10 @@ def needs_reward(package: Path, splits: dict[str, Questions]) -> bool:
 def _fill_scripts(scripts: Path, settings: dict[str, Any]) -> None:
     scripts.mkdir(parents=True)
     for name in ("train.sh", "inference.sh", "inference.py"):
-        text = (TEMPLATES / name).read_text()
+        text = (TEMPLATES / name).read_text(encoding="utf-8")
         for placeholder, value in settings.items():
             text = text.replace(f"@{placeholder}@", str(value))
-        (scripts / name).write_text(text)
+        (scripts / name).write_text(text, encoding="utf-8")
     for script in scripts.glob("*.sh"):
         script.chmod(0o755)
     if settings["REWARD"]:

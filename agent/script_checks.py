@@ -9,14 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agent.checks import CheckResult, first_line, warning
-from agent.dataset import read_prompts
 from agent.errors import PreflightError
 from agent.model_files import read_context
-from agent.packages import find_package_version
-from agent.token_counts import count_tokens_of
-from agent.workspace import Workspace, read_text
-from trials.batching import BATCH_DEFAULTS, BATCH_SETTINGS, batch_problems
+from agent.workspace import Workspace
+from search_spaces.plain_files import require_file
 from trials.checkpoints import read_checkpoints
+from trials.environment import TrainingEnvironment
 
 _Value = TypeVar("_Value")
 
@@ -34,6 +32,11 @@ def number(workspace: Workspace, key: str) -> int | None:
     return known(lambda: workspace.setting_int(key))
 
 
+def read_setting(workspace: Workspace, key: str) -> str | None:
+    """A setting of train.sh, None where it is not set or cannot be known."""
+    return known(lambda: workspace.setting(key))
+
+
 def check_script(workspace: Workspace) -> list[CheckResult]:
     """What can be said from train.sh alone."""
     try:
@@ -44,9 +47,9 @@ def check_script(workspace: Workspace) -> list[CheckResult]:
         _check_settings(workspace),
         *_check_schedule(workspace),
         _check_checkpoint_folder(workspace),
+        _check_kept_checkpoints(workspace),
         _check_algorithm(overrides.get("algorithm.adv_estimator")),
         _check_logger(workspace),
-        _check_batches(workspace),
         _check_dev_settings(workspace),
     ]
 
@@ -125,55 +128,47 @@ def _check_checkpoint_folder(workspace: Workspace) -> CheckResult:
     return CheckResult(name, str(folder))
 
 
+def count_kept_checkpoints(workspace: Workspace) -> int | None:
+    """How many checkpoints verl keeps, the newest ones; None keeps all, or cannot be known."""
+    if known(lambda: workspace.setting("trainer.remove_previous_ckpt_in_save")) in ("True", "true"):
+        return 1
+    kept = number(workspace, "trainer.max_actor_ckpt_to_keep")
+    return kept if kept and kept > 0 else None
+
+
+def _check_kept_checkpoints(workspace: Workspace) -> CheckResult:
+    """Before 0.7.1, verl makes room for a checkpoint before it saves it: of a single one, nothing is left meanwhile."""
+    name, kept = "checkpoints kept", count_kept_checkpoints(workspace)
+    if kept is None:
+        return CheckResult(name, "all")
+    source = read_text(workspace.verl / "verl" / "utils" / "checkpoint" / "checkpoint_manager.py")
+    version = workspace.verl_version or "of unknown version"
+    if kept == 1 and source and "def register_checkpoint" not in source:
+        problem = (
+            f"verl {version} deletes the old checkpoint before it saves the new one: a full disk or a kill while it saves "
+            "loses the whole full run; set trainer.max_actor_ckpt_to_keep=2 in train.sh"
+        )
+        return warning(name, "the newest 1", problem)
+    return CheckResult(name, f"the newest {kept}, whether or not the best is among them")
+
+
 def _check_logger(workspace: Workspace) -> CheckResult:
-    loggers = known(lambda: workspace.setting("trainer.logger"))
+    loggers = read_setting(workspace, "trainer.logger")
     if loggers is not None and "console" not in loggers:
         problem = f"{workspace.train_script}: trainer.logger={loggers} writes no log that the agent reads; add console"
         return CheckResult("logger", loggers, problem)
     return CheckResult("logger", loggers or "verl's default")
 
 
-def _check_batches(workspace: Workspace) -> CheckResult:
-    """On the CPU plugin and with verl's defaults, one process stands for one GPU."""
-    train, ranks = number(workspace, "data.train_batch_size"), _count_ranks(workspace)
-    if train is None or ranks is None:
-        return CheckResult("batch sizes", "not set by train.sh")
-    read = {key: _read_setting(workspace, key) for key in BATCH_SETTINGS}
-    given = {key: value for key, value in read.items() if value is not None}
-    problems = batch_problems({**BATCH_DEFAULTS, **given, "trainer.nnodes": 1, "trainer.n_gpus_per_node": ranks})
-    rows = sum(_count_rows(file) or 0 for file in workspace.train_files)
-    if 0 < rows < train:
-        problems.append(f"the {rows} training rows do not fill one batch of {train}")
-    found = f"{train} prompts a step on {ranks} ranks"
-    if problems:
-        return CheckResult("batch sizes", found, f"{workspace.train_script}: {'; '.join(problems)}")
-    return CheckResult("batch sizes", found)
-
-
-def _read_setting(workspace: Workspace, key: str) -> str | None:
-    """The value as train.sh gives it, None where it gives none or it cannot be known."""
-    return known(lambda: workspace.setting(key))
-
-
-def _count_ranks(workspace: Workspace) -> int | None:
-    """GPUs of one trial (processes where the CPU trains); None when the CPU trains and train.sh does not say."""
-    each = number(workspace, "trainer.n_gpus_per_node")
-    if each is None:
-        if known(lambda: workspace.setting("trainer.device")) == "cpu":
-            return None
-        each = BATCH_DEFAULTS["trainer.n_gpus_per_node"]
-    return max(1, each * (number(workspace, "trainer.nnodes") or 1))
-
-
-def _count_rows(file: Path) -> int | None:
-    return known(lambda: int(pq.read_metadata(file).num_rows))
+def count_rows(file: Path) -> int | None:
+    return known(lambda: int(pq.read_metadata(require_file(file)).num_rows))
 
 
 def _check_dev_settings(workspace: Workspace) -> CheckResult:
     """Every dev row must be scored: the agent weighs data sources by their rows."""
     name = "dev coverage"
     most = known(lambda: workspace.setting_int("data.val_max_samples"))
-    rows = sum(_count_rows(file) or 0 for file in workspace.dev_files)
+    rows = sum(count_rows(file) or 0 for file in workspace.dev_files)
     if most is not None and 0 <= most < rows:
         problem = f"{workspace.train_script}: data.val_max_samples={most} scores a part of {rows} rows; remove it"
         return CheckResult(name, f"{most} of {rows} rows", problem)
@@ -181,32 +176,6 @@ def _check_dev_settings(workspace: Workspace) -> CheckResult:
 
 
 # ---- train.sh against data, model and verl --------------------------------------------------------------------------
-
-
-def check_prompt_length(workspace: Workspace, training_env: Path | None) -> CheckResult:
-    """Every dev prompt must fit, or it stops verl, is cut, or (with filter_overlong_prompts) is not scored."""
-    name = "prompt length"
-    limit = number(workspace, "data.max_prompt_length")
-    if limit is None:
-        return CheckResult(name, "data.max_prompt_length unknown")
-    doubtful = [text for text in read_prompts(workspace.dev_files) if len(text.encode()) > limit]
-    found = f"at most {limit} tokens"
-    if not doubtful:
-        return CheckResult(name, f"{found}; no dev prompt has more bytes than that")
-    model = known(lambda: workspace.base_model)
-    counts = count_tokens_of(doubtful, model, training_env) if model else None
-    if counts is None:
-        return CheckResult(
-            name, f"{found}; {len(doubtful)} dev prompts may have more (their tokens cannot be counted here)"
-        )
-    found += f"; the longest dev prompt has {max(counts)} without its chat template"
-    over = sum(count > limit for count in counts)
-    if over:
-        filtered = known(lambda: workspace.setting("data.filter_overlong_prompts")) in ("True", "true")
-        effect = "would not be scored" if filtered else "stop verl or are cut"
-        problem = f"{over} dev prompts are longer than {limit} tokens and {effect}; raise data.max_prompt_length"
-        return CheckResult(name, found, problem)
-    return CheckResult(name, found)
 
 
 def check_context(workspace: Workspace, model: Path) -> CheckResult:
@@ -222,21 +191,24 @@ def check_context(workspace: Workspace, model: Path) -> CheckResult:
     return CheckResult(name, found)
 
 
-def check_reward(workspace: Workspace, sources: Iterable[str], training_env: Path | None) -> CheckResult:
+def read_reward_setting(workspace: Workspace) -> tuple[str | None, str]:
+    """The file of train.sh's own reward function (None: it has none, or it cannot be known), and the function's name."""
+    overrides = known(lambda: workspace.script.overrides) or {}
+    key = next((key for key in overrides if key.endswith("custom_reward_function.path")), "")
+    path = read_setting(workspace, key) if key else None
+    function = read_setting(workspace, key.removesuffix("path") + "name")
+    return (path if path and path.startswith("/") else None), function or "compute_score"
+
+
+def check_reward(workspace: Workspace, sources: Iterable[str], environment: TrainingEnvironment | None) -> CheckResult:
     """Without a reward function of the script, verl chooses one by data source and raises for names it does not know."""
     name = "reward"
     overrides = known(lambda: workspace.script.overrides) or {}
     own = [value for key, value in overrides.items() if key.endswith("custom_reward_function.path") and value != "null"]
     if own:
-        path = known(lambda: workspace.setting(next(key for key in overrides if key.endswith("reward_function.path"))))
-        if path is not None and Path(path).is_absolute() and not Path(path).is_file():
-            return CheckResult(name, path, f"{path} does not exist; restore the reward function")
-        if path and "math_verify" in read_text(Path(path)) and not find_package_version("math-verify", training_env):
-            problem = (
-                f"{path} needs math-verify, which was not found in the training environment; pip install math-verify"
-            )
-            return warning(name, path, problem)
-        return CheckResult(name, path or own[0])
+        path, function = read_reward_setting(workspace)
+        problem, is_fatal = _find_reward_problem(Path(path), function, environment) if path else (None, True)
+        return CheckResult(name, path or own[0], problem, is_fatal)
     if any("reward_manager" in key or "reward_model.enable" in key for key in overrides):
         return CheckResult(name, "chosen by train.sh")
     rewarded = read_reward_sources(workspace.verl / "verl")
@@ -252,6 +224,24 @@ def check_reward(workspace: Workspace, sources: Iterable[str], training_env: Pat
     return CheckResult(name, "verl's own, by data source")
 
 
+def _find_reward_problem(path: Path, function: str, environment: TrainingEnvironment | None) -> tuple[str | None, bool]:
+    """(what is wrong with the file of the reward function, whether it stops training)."""
+    try:
+        text = require_file(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return f"{path} does not exist; restore the reward function", True
+    except OSError as error:
+        return f"{path}: {error.strerror}; restore the reward function", True
+    if environment and (fault := environment.faults.get("reward")):
+        return (
+            f"{path} cannot be loaded as verl does ({fault}); correct it, or custom_reward_function in train.sh",
+            True,
+        )
+    if environment and "math_verify" in text and "math-verify" not in environment.versions:
+        return f"{path} needs math-verify, which the training environment lacks; pip install math-verify", False
+    return None, True
+
+
 _REWARDS = Path("utils/reward_score/__init__.py")
 
 
@@ -263,7 +253,7 @@ def is_known_source(source: str, known: set[tuple[str, bool]]) -> bool:
 def read_reward_sources(package: Path) -> set[tuple[str, bool]]:
     """Data sources that the reward functions of a verl package name, with True for a mere beginning; from their source."""
     try:
-        tree = ast.parse((package / _REWARDS).read_text())
+        tree = ast.parse(require_file(package / _REWARDS).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return set()
     found = set()

@@ -86,12 +86,14 @@ def run_search(
     engine: Engine,
     must_stop: Callable[[], bool],
     time_is_over: Callable[[], bool],
+    may_start: Callable[[], bool],
     stop_file: Path,
     on_end: Callable[[], None],
     scratch: Path,
 ) -> str | None:
     """Run trials until the plan's number has been started and is over, time is over, a person stops it, or the circuit
-    breaker opens. A trial whose node was lost may be left without an end; call again with a new state then.
+    breaker opens. A trial for which time was over, or whose node was lost, may be left without an end; for the latter call
+    again with a new state.
 
     Returns why the circuit breaker opened, None when it did not.
 
@@ -104,6 +106,7 @@ def run_search(
         engine: the Ray that runs the trials.
         must_stop: a person asked to stop.
         time_is_over: the budget of the search is spent.
+        may_start: another trial fits into it.
         stop_file: created to interrupt running trials at once.
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
@@ -117,7 +120,7 @@ def run_search(
     if missing <= 0:
         return None
     lost_workers: dict[str, str] = {}
-    searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end, lost_workers)
+    searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end, lost_workers, may_start)
     scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows, lost_workers)
     scheduler.refill(comparable_trials(state, plan.ask))
 
@@ -164,8 +167,6 @@ def run_search(
     if searcher.fatal:
         raise searcher.fatal
     shutil.rmtree(scratch, ignore_errors=True)
-    if not must_stop() and time_is_over():
-        searcher.end_unfinished("the time of the search is over")
     return searcher.broken
 
 
@@ -245,11 +246,12 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         must_stop: Callable[[], bool],
         on_end: Callable[[], None],
         lost_workers: dict[str, str] | None = None,
+        may_start: Callable[[], bool] = lambda: True,
     ) -> None:
         """`lost_workers`: Tune's trial id → how its worker was lost; filled by the scheduler, which Tune tells first."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._plan, self._append, self._prepare = plan, record, prepare
-        self._must_stop, self._on_end = must_stop, on_end
+        self._must_stop, self._may_start, self._on_end = must_stop, may_start, on_end
         self._numbers = len(state.trials)
         super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=self._new_sampler())
         self._to_start = plan.trials - sum(trial.outcome is not None for trial in state.search_trials)
@@ -322,7 +324,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str:
         """The next attempt, as Tune's config; FINISHED when no more may start: for None, Tune would ask again for ever."""
-        if self.is_broken or self._must_stop() or self._to_start <= 0:
+        if self.is_broken or self._must_stop() or self._to_start <= 0 or not self._may_start():
             return str(self.FINISHED)
         self._to_start -= 1
         chosen = self._ask(trial_id)
@@ -413,7 +415,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         chosen = self._ot_trials[trial_id]
         self._record(
             "attempt_failed", trial=name, attempt=self._attempts[name], failure=result["failure"],
-            reason=result.get("ending", ""), step=result.get("step"), seconds=result.get("seconds", 0.0),
+            reason=result.get("ending", ""), step=result.get("step"), seconds=result.get("seconds"),
         )  # fmt: skip
         self._failed_attempts[name] = self._failed_attempts.get(name, 0) + 1
         self._open.discard(name)
@@ -432,7 +434,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             )
         self._record(
             "trial_ended", trial=name, outcome=outcome, failure=result.get("failure"), reason=reason,
-            step=result.get("step"), seconds=result.get("seconds", 0.0), start_up_s=result.get("start_up_s"),
+            step=result.get("step"), seconds=result.get("seconds"), start_up_s=result.get("start_up_s"),
             step_s=result.get("step_s"),
         )  # fmt: skip
         self._open.discard(name)
@@ -466,13 +468,6 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         except AgentError as error:
             if waited_s > self._plan.patience_s or not isinstance(error, SlotsBusy):
                 self.fatal = self.fatal or error
-
-    def end_unfinished(self, reason: str) -> None:
-        """Record trials that were still running when the search ended for good."""
-        for name in sorted(self._open | self._lost):
-            self._record("trial_ended", trial=name, outcome="stopped", failure=None, reason=reason, seconds=0.0)
-        self._open.clear()
-        self._lost.clear()
 
 
 def _point(parameters: Configuration) -> str:

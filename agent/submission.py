@@ -75,7 +75,7 @@ def run_logged(
             f"{what} could not start: {log.parent} cannot be written (disk full?); free space, then resume"
         )
     if exit_code != 0:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
         last = lines[-1].strip()[:300] if lines else "the log is empty"
         raise StageError(f"{what} failed with exit code {exit_code}: {last} — see {log}")
 
@@ -125,7 +125,7 @@ def restore_outputs(workspace: Workspace) -> None:
 
 def _knows_output_dir(workspace: Workspace) -> bool:
     scripts = (workspace.inference_script, workspace.scripts / "inference.py")
-    return any("OUTPUT_DIR" in script.read_text(errors="replace") for script in scripts)
+    return any("OUTPUT_DIR" in script.read_text(errors="replace", encoding="utf-8") for script in scripts)
 
 
 def _move_files(source: Path, target: Path) -> None:
@@ -277,7 +277,7 @@ def publish(submission: Submission, outputs: Path, keep_previous_in: Path | None
             f"cannot publish to {outputs}: {error.strerror}; the validated files are in {source} — copy them or fix the "
             "folder, then `python run_agent.py resume`"
         ) from None
-    (source / "submission.json").write_text(json.dumps(asdict(submission), indent=1))
+    (source / "submission.json").write_text(json.dumps(asdict(submission), indent=1), encoding="utf-8")
     return [str(final) for _, final in staged]
 
 

@@ -1,4 +1,4 @@
-"""Files of tensors: the streaming entropy of a logits file, and whether a merged model can be used.
+"""Files of tensors: the streaming entropy of a logits file, a data loader's place, and whether a merged model can be used.
 
 The only module of the agent that imports torch.
 """
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 _ROWS_PER_CHUNK = 256
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "vocab.txt")
 
 
 class LogitsError(ValueError):
@@ -84,6 +84,20 @@ def row_entropy(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(log_probability).any(-1), torch.full_like(entropy, float("nan")), entropy)
 
 
+def read_batches_given(data_file: Path) -> int | None:
+    """How many batches of the current epoch a checkpoint's data.pt says were given; None when it does not tell.
+
+    verl saves there the state of torchdata's StatefulDataLoader, which differs with and without workers.
+    """
+    try:
+        state = torch.load(data_file, map_location="cpu", weights_only=True)
+        if "_num_yielded" in state:
+            return int(state["_num_yielded"])
+        return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
+    except (OSError, RuntimeError, ValueError, EOFError, TypeError, KeyError, pickle.UnpicklingError):
+        return None
+
+
 def find_model_problem(model: Path, base: Path) -> str | None:
     """Why a merged Hugging Face model cannot be used, None when it can.
 
@@ -95,7 +109,7 @@ def find_model_problem(model: Path, base: Path) -> str | None:
         problem = _find_file_problem(model, base)
         if problem:
             return problem
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         merged, original = _tensor_index(model), _tensor_index(base)
         return (
             _find_config_problem(config, merged)
@@ -113,12 +127,12 @@ def _find_file_problem(model: Path, base: Path) -> str | None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (model / name).is_file() or not (model / name).stat().st_size:
             return f"{name} is missing"
-    has, needs = ([name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in (model, base))
+    has, needs = ([name for name in TOKENIZER_FILES if (folder / name).is_file()] for folder in (model, base))
     if needs and not has:
         return f"the tokenizer's {needs[0]} is missing"
     index = model / "model.safetensors.index.json"
     if index.is_file():
-        parts = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [part for part in parts if not (model / part).is_file()]
         if missing:
             return f"{index.name} names {missing[0]}, which is missing ({len(missing)} of {len(parts)} files)"

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from agent.clock import SystemTime, start_run_clock
 from agent.ledger import Event, Ledger, RunState, TrialState, fold
 from agent.markup import format_configuration, format_number, format_seconds, format_value
 from agent.report import (
@@ -28,7 +29,6 @@ from agent.report import (
     describe_outcome,
     entropy_points,
     last_step,
-    wall_s,
 )
 from trials.metrics import StepMetrics
 from trials.runner import read_history
@@ -205,8 +205,8 @@ def _elapsed_s(state: RunState, alive: bool) -> float | None:
     if state.opened is None:
         return None
     if alive and state.finished is None:
-        return time.time() - float(state.opened["time"])
-    return wall_s(state)
+        return start_run_clock(state, SystemTime()).elapsed_s()
+    return state.elapsed_s
 
 
 def _row(trial: TrialState, curve: Sequence[StepMetrics], reference: float | None, alive: bool) -> list[Text]:
@@ -304,6 +304,7 @@ _DESCRIPTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "trial_scored": _trial_scored,
     "trial_ended": _trial_ended,
     "attempt_failed": lambda record: f"{record['trial']}: {record.get('reason')}; it is started again",
+    "attempt_lost": lambda record: f"{record['trial']}: {record.get('reason')}",
     "slots_planned": _slots_planned,
     "decision": _decision,
     "stage_started": lambda record: f"stage {record.get('stage')} …",

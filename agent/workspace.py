@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from agent.errors import PreflightError
+from search_spaces.plain_files import require_file
 from trials.script import ScriptError, TrainScript
 
 _Value = TypeVar("_Value")
@@ -44,6 +45,11 @@ class Workspace:
         return self.root / "task" / "repositories" / "verl"
 
     @property
+    def verl_version(self) -> str:
+        """As the checkout tells it, empty when it does not."""
+        return read_text(self.verl / "verl" / "version" / "version").strip()
+
+    @property
     def core_algos(self) -> Path:
         """The only file of verl that may change."""
         return self.verl / "verl" / "trainer" / "ppo" / "core_algos.py"
@@ -68,7 +74,7 @@ class Workspace:
             PreflightError: unreadable or not understood.
         """
         try:
-            return TrainScript(self.train_script.read_bytes().decode(), self.scripts)
+            return TrainScript(require_file(self.train_script).read_bytes().decode(), self.scripts)
         except OSError as error:
             raise PreflightError(f"{self.train_script}: {error.strerror}") from None
         except (ScriptError, UnicodeDecodeError, RecursionError, MemoryError) as error:
@@ -146,8 +152,18 @@ class Workspace:
                 f"{self.train_script}: sets neither trainer.total_training_steps nor both trainer.total_epochs and "
                 "data.train_batch_size; add one so that the agent can plan"
             )
-        rows = sum(int(pq.read_metadata(file).num_rows) for file in self.train_files)
-        return epochs * (rows // batch)
+        return epochs * self._batches(batch)
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """Steps for which the training data last; None where train.sh does not tell it."""
+        batch = self.setting_int("data.train_batch_size")
+        is_plain = self.setting("data.gen_batch_size") is None
+        is_whole = self.setting("data.filter_overlong_prompts") not in ("True", "true")
+        return self._batches(batch) if batch and is_plain and is_whole else None
+
+    def _batches(self, size: int) -> int:
+        return sum(int(pq.read_metadata(require_file(file)).num_rows) for file in self.train_files) // size
 
     @cached_property
     def save_freq(self) -> int:
@@ -176,7 +192,7 @@ class Workspace:
         """Dev data source → number of rows."""
         rows: Counter[str] = Counter()
         for file in self.dev_files:
-            rows.update(pq.read_table(file, columns=["data_source"]).column("data_source").to_pylist())
+            rows.update(pq.read_table(require_file(file), columns=["data_source"]).column("data_source").to_pylist())
         return dict(rows)
 
 
@@ -186,7 +202,7 @@ class Workspace:
 def read_text(path: Path) -> str:
     """A script's text, empty when it cannot be read."""
     try:
-        return path.read_text(errors="replace")
+        return require_file(path).read_text(errors="replace", encoding="utf-8")
     except OSError:
         return ""
 
@@ -205,7 +221,7 @@ def _listed_names(value: str) -> list[str]:
 def find_vocabulary(model: Path) -> int | None:
     """The vocabulary size in a model's config.json (also of its text part), None when it names none."""
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads(require_file(model / "config.json").read_text(encoding="utf-8"))
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None
@@ -218,7 +234,7 @@ def read_sample_ids(path: Path) -> list[int]:
     Raises:
         PreflightError: ids that are not unique integers.
     """
-    table = pq.read_table(path)
+    table = pq.read_table(require_file(path))
     if "sample_id" not in table.column_names:
         return list(range(table.num_rows))
     ids = table.column("sample_id").to_pylist()
@@ -249,7 +265,7 @@ def _digest(path: Path) -> str:
         stat = path.stat()
     except OSError as error:  # a dangling link
         return f"unreadable: {error.strerror}"
-    if stat.st_size > _LARGE_FILE_BYTES:
+    if stat.st_size > _LARGE_FILE_BYTES or not path.is_file():
         return f"size {stat.st_size}, modified {stat.st_mtime_ns}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

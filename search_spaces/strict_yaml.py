@@ -10,6 +10,10 @@ from typing import Any
 
 import yaml
 
+from search_spaces.plain_files import require_file
+
+_LARGEST_FILE = 2**20
+
 
 class YamlError(ValueError):
     """The file cannot be read as YAML; the message names file and line."""
@@ -57,7 +61,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         YamlError: not readable, not YAML, a repeated key, or not a mapping; the message names the file.
     """
     try:
+        size = require_file(path).stat().st_size
+        if size > _LARGEST_FILE:
+            raise YamlError(f"holds {size} bytes, more than a configuration's {_LARGEST_FILE}; name another file")
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_CoreLoader)
+    except RecursionError:
+        raise YamlError(f"{path}: is nested too deeply; write it flatter") from None
     except OSError as error:
         raise YamlError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     except UnicodeDecodeError:

@@ -112,6 +112,42 @@ for step in range(start, total + 1):
         print("\\x1b[36m(TaskRunner pid=7)\\x1b[0m step:%d - %s" % (step, " - ".join(fields)), flush=True)
 """
 
+VERL = """
+# Whatever is not here is an empty thing that can be called and subclassed: core_algos.py imports more than a stand-in has.
+import importlib.abc, importlib.machinery, sys, types
+
+
+class Thing:
+    def __init__(self, *arguments, **named):
+        pass
+
+    def __call__(self, function):
+        return function
+
+
+class Stand(types.ModuleType):
+    __path__ = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Thing
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.startswith("verl.") else None
+
+    def create_module(self, spec):
+        return Stand(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.append(Finder())
+"""
+
 MERGER = """
 import argparse, shutil
 import numpy as np
@@ -181,7 +217,8 @@ def build_scripted_workspace(root: Path, on_gpus: bool = False) -> Path:
     verl = root / "task" / "repositories" / "verl"
     (verl / "verl" / "trainer" / "ppo").mkdir(parents=True)
     shutil.copy(installed / "trainer" / "ppo" / "core_algos.py", verl / "verl" / "trainer" / "ppo")
-    for package in ("verl", "verl/trainer", "verl/trainer/ppo"):
+    (verl / "verl" / "__init__.py").write_text(VERL)
+    for package in ("verl/trainer", "verl/trainer/ppo"):
         (verl / package / "__init__.py").touch()
     (verl / "verl" / "trainer" / "main_ppo.py").write_text(HOLD + MAIN_PPO)
     (verl / "scripts").mkdir()

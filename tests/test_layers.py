@@ -19,7 +19,11 @@ ALLOWED = {
 HEAVY = {
     "ray": {"agent/cluster.py", "agent/search.py", "trials/trainable.py"},
     "optuna": {"agent/search.py"},
-    "torch": {"agent/tensors.py", "trials/probe.py"},  # the probe runs in the training environment
+    "torch": {
+        "agent/tensors.py",
+        "trials/probe.py",
+        "trials/answering.py",
+    },  # these two run in the training environment
     "verl": set(),
 }
 
@@ -56,6 +60,29 @@ def test_heavy_packages_stay_where_they_belong() -> None:
             package = name.split(".")[0]
             if package in HEAVY:
                 assert relative in HEAVY[package], f"{relative} imports {name}"
+
+
+def depends_on_locale(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in whatever encoding the locale names."""
+    name = ast.unparse(call.func)
+    keywords = {keyword.arg for keyword in call.keywords}
+    if "encoding" in keywords or name.startswith(("os.open", "safe_open", "self._zip")):
+        return False
+    if name.endswith((".read_text", ".write_text")):
+        return len(call.args) < 2 if name.endswith("write_text") else not call.args
+    if name in ("open", "os.fdopen") or name.endswith(".open"):
+        modes = [
+            word.value for word in (*call.args, *(k.value for k in call.keywords)) if isinstance(word, ast.Constant)
+        ]
+        return not any("b" in str(mode) for mode in modes)
+    return bool(keywords & {"text", "universal_newlines"})
+
+
+def test_text_is_utf8_whatever_the_locale() -> None:
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and depends_on_locale(node):
+                raise AssertionError(f"{path.relative_to(ROOT)}:{node.lineno} names no encoding: {ast.unparse(node)}")
 
 
 def test_no_catch_all_module_names() -> None:

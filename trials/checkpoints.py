@@ -41,7 +41,7 @@ class Checkpoint:
 def read_tracker(folder: Path) -> int | None:
     """The step in verl's tracker file; None when it is missing, empty or not a number."""
     try:
-        text = (folder / TRACKER).read_text().strip()
+        text = (folder / TRACKER).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return int(text) if text.isdigit() else None
@@ -108,7 +108,7 @@ def read_world_size(actor: Path) -> int | None:
 def recorded_world_size(actor: Path) -> int | None:
     """What fsdp_config.json says; None when it is missing or not readable."""
     try:
-        size = json.loads((actor / "fsdp_config.json").read_text())["world_size"]
+        size = json.loads((actor / "fsdp_config.json").read_text(encoding="utf-8"))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return size if isinstance(size, int) else None
@@ -131,6 +131,29 @@ def repair_tracker(folder: Path) -> int | None:
     steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.problem is None]
     _point_tracker(folder, steps[-1] if steps else None)
     return steps[-1] if steps else None
+
+
+def list_problems(folder: Path) -> list[str]:
+    """Which checkpoints cannot be used, and why."""
+    return [f"step {each.step} cannot be used: {each.problem}" for each in read_checkpoints(folder) if each.problem]
+
+
+def describe_data_place(step: int, steps_per_epoch: int | None, given: int | None) -> str:
+    """Where in the training data a trainer goes on from the checkpoint of a step.
+
+    Args:
+        step: of the checkpoint.
+        steps_per_epoch: None when unknown.
+        given: batches of the current epoch that its data.pt says were given; None when it does not tell.
+    """
+    told = "data.pt does not tell its place" if given is None else f"by data.pt, {given} batches were given"
+    if not steps_per_epoch:
+        return f"steps per epoch unknown; {told}"
+    epoch, batch = divmod(step, steps_per_epoch)
+    place = f"epoch {epoch + 1} after {batch} of {steps_per_epoch} batches"
+    if given is None or given % steps_per_epoch == batch:
+        return f"{place}; {told}"
+    return f"{place}; but {told}: questions are repeated or left out"
 
 
 def set_back(folder: Path, before: int) -> int | None:
@@ -169,7 +192,7 @@ def _point_tracker(folder: Path, step: int | None) -> None:
         (folder / TRACKER).unlink(missing_ok=True)
     elif read_tracker(folder) != step:
         temporary = folder / f"{TRACKER}.tmp"
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(str(step))
             file.flush()
             os.fsync(file.fileno())

@@ -6,18 +6,40 @@ it is asked in one subprocess (`trials/probe.py`), which prints JSON.
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_TIMEOUT_S = 180.0
+from trials.probe import MARK
+
+_FIRST_ANSWER_S = 15.0
+_TIMEOUT_S = 240.0
 _PROBE = Path(__file__).with_name("probe.py")
 
 
 class EnvironmentUnusable(Exception):
     """The training environment cannot be asked; says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What the training environment is asked beside what it is."""
+
+    overrides: Sequence[str] | None = None
+    """Of the training command; given, the effective configuration is composed."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """Hydra's own options of the training command."""
+    imports_verl: bool = False
+    """Try to import core_algos.py, unless it is as released."""
+    reward: tuple[str, str] | None = None
+    """Try to load the reward function of this name from this file: (path, name)."""
+    tokenizer: str | None = None
+    """Try to load this tokenizer.json, and count the tokens of `texts`."""
+    texts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -49,12 +71,16 @@ class TrainingEnvironment:
     """verl's core_algos.py as this environment would import it; None without verl."""
     configuration: EffectiveConfiguration | None
     """None when it was not asked for, or when there is no verl or no Hydra to compose it."""
+    faults: dict[str, str]
+    """`core_algos`, `reward`, `tokenizer` → why it cannot be loaded; what can be, or was not tried, is not there."""
+    tokens: tuple[int, ...] | None
+    """Of each text that was asked about; None when they cannot be counted."""
 
 
 def default_prefix(workspace: Path) -> Path | None:
-    """The environment that a workspace brings along in its folder `conda`; None when there is none."""
+    """The folder `conda` of a workspace, which brings its environment along; None when there is none."""
     folder = workspace / "conda"
-    return folder if find_python(folder) else None
+    return folder if folder.is_dir() or folder.is_symlink() else None
 
 
 def find_python(prefix: Path) -> Path | None:
@@ -63,38 +89,54 @@ def find_python(prefix: Path) -> Path | None:
 
 
 def read_training_environment(
-    environment: Mapping[str, str],
-    folder: Path,
-    overrides: Sequence[str] | None = None,
-    flags: Mapping[str, str] | None = None,
+    environment: Mapping[str, str], folder: Path, request: TrainingRequest | None = None
 ) -> TrainingEnvironment:
     """Ask the Python that programs of the workspace find first on PATH.
 
     Args:
         environment: what such a program inherits, with the PYTHONPATH that train.sh sets.
         folder: where train.sh calls Python; `python -m` imports from there first.
-        overrides: of the training command; given, the effective configuration is composed.
-        flags: Hydra's own options of the training command.
+        request: what else to ask.
 
     Raises:
         EnvironmentUnusable: no Python, or it does not answer.
     """
-    request = {} if overrides is None else {"overrides": list(overrides), "flags": dict(flags or {})}
     quiet = {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = ["python3", "-c", _PROBE.read_text(encoding="utf-8")]
-    where = environment.get("PATH", "").split(os.pathsep)[0]
+    _ask("", "", quiet, folder, _FIRST_ANSWER_S)  # one that hangs is known at once
+    said = json.dumps(asdict(request or TrainingRequest()))
+    output = _ask(_PROBE.read_text(encoding="utf-8"), said, quiet, folder, _TIMEOUT_S)
+    answers = [line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK)]
+    if not answers:
+        raise EnvironmentUnusable(f"python3 of {_first_folder(quiet)} cannot be asked: no answer; try it")
+    return _environment_from(json.loads(answers[-1]))
+
+
+def _ask(program: str, said: str, environment: Mapping[str, str], folder: Path, limit_s: float) -> str:
+    """What a program prints; when it was cut short, what it had printed by then."""
+    where = _first_folder(environment)
+    command = ["env", "python3", "-c", program]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, env=environment, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
     try:
-        done = subprocess.run(
-            ["env", *command], input=json.dumps(request), env=quiet, cwd=folder, capture_output=True, text=True,
-            timeout=_TIMEOUT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise EnvironmentUnusable(f"python3 of {where} did not answer within {_TIMEOUT_S:.0f} s; try it") from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise EnvironmentUnusable(f"python3 of {where} cannot be asked: {reason}; set training_env to one that works")
-    return _environment_from(json.loads(lines[-1]))
+        printed, complaint = process.communicate(said.encode(), limit_s)
+        reason = (complaint.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    except subprocess.TimeoutExpired as error:
+        printed, reason = error.output or b"", f"it did not answer within {limit_s:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started
+    output = printed.decode(errors="replace")
+    if process.wait() != 0 and MARK not in output:
+        raise EnvironmentUnusable(
+            f"python3 of {where} cannot be asked: {reason[:300]}; set training_env to one that works"
+        )
+    return output
+
+
+def _first_folder(environment: Mapping[str, str]) -> str:
+    return environment.get("PATH", "").split(os.pathsep)[0]
 
 
 def _environment_from(answer: dict[str, Any]) -> TrainingEnvironment:
@@ -116,4 +158,6 @@ def _environment_from(answer: dict[str, Any]) -> TrainingEnvironment:
         gpus=None if gpus is None else tuple((name, size) for name, size in gpus),
         core_algos=Path(answer["core_algos"]) if answer["core_algos"] else None,
         configuration=configuration,
+        faults=answer["faults"],
+        tokens=None if answer["tokens"] is None else tuple(answer["tokens"]),
     )

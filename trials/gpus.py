@@ -51,7 +51,7 @@ def _ask_nvidia_smi(environment: Mapping[str, str], arguments: list[str]) -> tup
         return None, "nvidia-smi is not installed"
     try:
         done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, errors="replace", timeout=_NVIDIA_SMI_LIMIT_S
+            [program, *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=_NVIDIA_SMI_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return None, f"nvidia-smi does not answer within {_NVIDIA_SMI_LIMIT_S:.0f} s"

@@ -190,7 +190,7 @@ def _pids() -> list[int]:
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/<pid>/stat from the state on, [] when the process is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8")
     except OSError:
         return []
     return text[text.rindex(")") + 2 :].split()
@@ -251,7 +251,7 @@ def _end_descendants(grace_s: float, tick: Callable[[], object]) -> None:
 
 def _write_record(path: str, guard_pid: int, pid: int) -> None:
     temporary = f"{path}.tmp"
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump({"guard_pid": guard_pid, "pid": pid, "started_s": time.time()}, file)
         file.flush()
         os.fsync(file.fileno())

@@ -1,11 +1,15 @@
-"""Runs in the training environment: tells what it is and composes verl's configuration there. Standard library at import.
+"""Runs in the training environment: tells what it is, composes verl's configuration and tries there what training loads.
 
-Read from stdin: one JSON object, `{}` or `{"overrides": ["key=value", …], "flags": {"--config-name": "…"}}`. Printed as the
-last line: one JSON object; `trials/environment.py` names its fields. Nothing is written, no GPU is used.
+Read from stdin: one JSON object, the fields of `TrainingRequest` in `trials/environment.py`. Printed on lines that begin
+with `MARK`: one JSON object, the last one counts; the same file names its fields. Standard library at import. Nothing is
+written, no GPU is used.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -13,10 +17,19 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
-PACKAGES = ("verl", "ray", "torch", "transformers", "vllm", "hydra-core", "tensordict", "numpy", "flash-attn")
+OVERLAY = b"\n\n\n# >>> verl_overlay"
+"""Where the block begins; that it is whole is for the agent to check."""
+MARK = "grpo-tuning-agent probe: "
+LOAD_LIMIT_S = 90
+PACKAGES = (
+    "verl", "ray", "torch", "transformers", "vllm", "hydra-core", "tensordict", "numpy", "flash-attn", "datasets",
+    "math-verify",
+)  # fmt: skip
 GROUP = re.compile(r"[+~]{0,2}[\w./-]+[@/][\w./@-]*(=.*)?", re.DOTALL)
 
 
@@ -29,7 +42,7 @@ def versions(verl: str | None) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if verl and os.path.isfile(path := os.path.join(verl, "version", "version")):
-        with open(path) as file:  # a checkout's own version counts, not that of an installed verl behind it
+        with open(path, encoding="utf-8") as file:  # a checkout's own version, not that of an installed verl behind it
             found["verl"] = file.read().strip()
     return found
 
@@ -111,6 +124,78 @@ def resolved(config: Any, omega: Any) -> Any:
         return omega.to_container(config)
 
 
+# ---- what training loads ----------------------------------------------------------------------------------------------
+
+
+def is_as_released(path: str) -> bool:
+    """Whether a file, but for the overlay's block, is byte for byte one of the installed verl: nothing is to be tried."""
+    try:
+        files = importlib.metadata.files("verl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    with open(path, "rb") as file:
+        digest = (
+            base64.urlsafe_b64encode(hashlib.sha256(file.read().partition(OVERLAY)[0]).digest()).rstrip(b"=").decode()
+        )
+    return any(each.hash is not None and each.hash.value == digest for each in files)
+
+
+def import_core_algos() -> None:
+    importlib.import_module("verl.trainer.ppo.core_algos")
+
+
+def load_reward(path: str, function: str) -> None:
+    """As verl loads the file of custom_reward_function."""
+    spec = importlib.util.spec_from_file_location("custom_module", path)
+    if spec is None or spec.loader is None:
+        raise ImportError("is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["custom_module"] = module
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise AttributeError(f"has no function {function}")
+
+
+def count_tokens(path: str, texts: list[str]) -> list[int]:
+    """Tokens of each text, chat template and special tokens not included."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return [len(text.ids) for text in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def attempts(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Callable[[], None]]:
+    """Name → what is tried; a fault of one is an answer, too."""
+    tried: dict[str, Callable[[], None]] = {}
+    if request.get("tokenizer") and importlib.util.find_spec("tokenizers"):
+        tried["tokenizer"] = lambda: answer.update(tokens=count_tokens(request["tokenizer"], request["texts"]))
+    if request.get("reward"):
+        tried["reward"] = lambda: load_reward(*request["reward"])
+    core_algos = answer["core_algos"]
+    if request.get("imports_verl") and core_algos and not is_as_released(core_algos):
+        tried["core_algos"] = import_core_algos
+    return tried
+
+
+def find_fault(action: Callable[[], None]) -> str | None:
+    """Why an action fails, within a limit of time; None when it works. Its own way to end Python counts as well."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {LOAD_LIMIT_S} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(LOAD_LIMIT_S)
+    try:
+        action()
+    except BaseException as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    finally:
+        signal.alarm(0)
+    return None
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     verl = find_package("verl")
@@ -122,13 +207,25 @@ def main() -> None:
         "versions": versions(verl),
         "gpus": gpus(),
         "core_algos": core_algos if core_algos and os.path.isfile(core_algos) else None,
+        "faults": {},
+        "tokens": None,
     }
-    if "overrides" in request and verl:
+    if request.get("overrides") is not None and verl:
         try:
             answer["configuration"] = compose(verl, request)
         except ImportError as error:
             answer["configuration"] = {"error": None, "missing": str(error)}
-    print("\n" + json.dumps(answer, default=str))
+    for name, action in attempts(request, answer).items():
+        answer["faults"][name] = "it ends Python, or never comes back"
+        say(answer)
+        fault = find_fault(action)
+        answer["faults"].pop(name)
+        answer["faults"] |= {name: fault} if fault else {}
+    say(answer)
+
+
+def say(answer: dict[str, Any]) -> None:
+    print(f"\n{MARK}{json.dumps(answer, default=str)}", flush=True)
 
 
 if __name__ == "__main__":

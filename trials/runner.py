@@ -170,7 +170,7 @@ class Attempt:
     def __init__(self, spec: TrialSpec) -> None:
         self.spec = spec
         self._guarded: Guarded | None = None
-        self._started = self._started_at = 0.0
+        self._started = self._started_at = self._boot_started = 0.0
         self._reader = LogReader(spec.attempt_folder / "log", spec.file_log)
         self._overlay_file = GrowingFile(spec.overlay_folder / "overlay.jsonl")
         self._overlay_records: dict[str, dict[str, Any]] = {}
@@ -189,14 +189,14 @@ class Attempt:
         Path(spec.cwd).mkdir(parents=True, exist_ok=True)
         environment = build_environment(spec, os.environ)
         for path in (Path(spec.script_path), folder / "train.sh"):
-            path.write_text(spec.script)
+            path.write_text(spec.script, encoding="utf-8")
             path.chmod(0o755)
-        (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True))
-        (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True))
+        (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True), encoding="utf-8")
+        (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True), encoding="utf-8")
         (folder / "log").touch()
         spec.ray_tmpdir.mkdir(parents=True, exist_ok=True)
         self._started = self._last_line = time.monotonic()
-        self._started_at = time.time()
+        self._started_at, self._boot_started = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
         self._guarded = Guarded(
             ["bash", spec.script_path],
             log=folder / "log",
@@ -337,7 +337,8 @@ class Attempt:
     def _ended_by_clock(self) -> Ended | None:
         if self._is_asked_to_stop():
             return self._ended("interrupted", None, "stopped on request")
-        if self.spec.time_limit_s is not None and self._seconds() > self.spec.time_limit_s:
+        lasted_s = time.clock_gettime(time.CLOCK_BOOTTIME) - self._boot_started  # while the machine is suspended, too
+        if self.spec.time_limit_s is not None and lasted_s > self.spec.time_limit_s:
             return self._ended("stopped", None, f"its time of {self.spec.time_limit_s:.0f} s is over")
         silent_s = time.monotonic() - self._last_line
         if not self._step_times:
@@ -439,7 +440,7 @@ def append_metrics(folder: Path, metrics: StepMetrics, attempt: int, seconds: fl
     record = {**metrics.to_record(), "attempt": attempt}
     if seconds is not None:
         record["seconds"] = seconds
-    with (folder / "metrics.jsonl").open("a") as file:
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
@@ -470,6 +471,25 @@ def read_history(folder: Path) -> list[StepMetrics]:
         if known is None or (metrics.get("attempt") or 0) >= (known.get("attempt") or 0):
             steps[metrics.step] = metrics
     return [steps[step] for step in sorted(steps)]
+
+
+def last_line(folder: Path, attempt: int) -> tuple[float, float] | None:
+    """Seconds from the start of a trial's newest attempt to its last step line, and the wall clock then; None before it has
+    one."""
+    lines = [m.values["seconds"] for m in read_history(folder) if m.get("attempt") == attempt and "seconds" in m.values]
+    return (max(lines), (folder / "metrics.jsonl").stat().st_mtime) if lines else None
+
+
+def attempt_seconds(folder: Path, attempt: int) -> float:
+    """How long an attempt of a trial ran whose end nobody saw: up to its last step line, before there is one up to the last
+    change of its log; 0 for one that never began."""
+    if line := last_line(folder, attempt):
+        return line[0]
+    own = folder / f"attempt_{attempt}"
+    try:
+        return max(0.0, (own / "log").stat().st_mtime - (own / "spec.json").stat().st_mtime)
+    except OSError:
+        return 0.0
 
 
 def validations(

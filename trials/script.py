@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trials.shell import LOOPS, ScriptError, Statement, Word, line_of, read_statements
-from trials.variables import UnknownValue, Variables, find_array
+from trials.variables import UnknownValue, Variables, find_array, find_assignments
 
 __all__ = [
     "Override",
@@ -40,6 +40,7 @@ _ELSEWHERE = frozenset({"ssh", "srun", "sbatch", "docker", "kubectl"})
 _MENTIONS_ONLY = frozenset({"echo", "printf", ":", "pkill", "pgrep", "grep"})
 _PYTHON = re.compile(r"python(?:\d(?:\.\d+)?)?|torchrun|exec|env|nohup|time|-\S*|\w+=.*", re.DOTALL)
 _CHOOSES_PYTHON = frozenset({"source", ".", "conda", "mamba", "micromamba", "pyenv", "module"})
+_LONGEST_SCRIPT = 2**16
 _PATH_KEYS = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path")
 
 
@@ -69,7 +70,12 @@ class TrainScript:
         """
         self.text = text
         self.folder = folder
+        if len(text) > _LONGEST_SCRIPT:
+            raise ScriptError(
+                f"{len(text)} characters are more than a training script's {_LONGEST_SCRIPT}; move its data into files"
+            )
         self._statements = read_statements(text)
+        self._assignments = find_assignments(self._statements)
         self.command = _find_command(text, self._statements)
         self._arguments = _arguments_of(self.command)
         self._flags: dict[str, tuple[Word, ...]] = {}
@@ -150,7 +156,7 @@ class TrainScript:
         """Hydra's own options, `--config-name` and the like; those whose value cannot be told are left out."""
         found = {}
         for name, words in self._flags.items():
-            with suppress(UnknownValue):
+            with suppress(UnknownValue, RecursionError):
                 value = self._variables(environment).expand(words[-1])
                 found[name] = value.partition("=")[2] if len(words) == 1 else value
         return found
@@ -168,7 +174,7 @@ class TrainScript:
         """
         try:
             return self._variables(environment).value_at(name, self.command)
-        except UnknownValue as error:
+        except (UnknownValue, RecursionError) as error:
             raise ScriptError(f"line {self._line(self.command.start)}: {name}: {error}") from None
 
     def other_python(self) -> str | None:
@@ -194,7 +200,7 @@ class TrainScript:
         """
         try:
             return self._variables(environment).working_folder(self.command)
-        except UnknownValue as error:
+        except (UnknownValue, RecursionError) as error:
             raise ScriptError(f"line {self._line(self.command.start)}: {error}") from None
 
     def problems(self, environment: Mapping[str, str] | None = None) -> list[str]:
@@ -203,6 +209,12 @@ class TrainScript:
         if "\r\n" in self.text:
             line = self._line(self.text.index("\r\n"))
             found.append(f"line {line}: lines end in CR LF, which bash takes for a part of the arguments; run dos2unix")
+        if end := next(filter(self._ends_script, self._statements), None):
+            said = " ".join(word.text for word in end.words)
+            found.append(
+                f"line {self._line(end.start)}: `{said}` ends the script before the training command in line "
+                f"{self.command_line}; remove it"
+            )
         try:
             if self.working_folder(environment) is not None:
                 return found
@@ -211,6 +223,13 @@ class TrainScript:
         for key in _PATH_KEYS:
             found += self._relative_path_problems(key, environment)
         return found
+
+    def _ends_script(self, statement: Statement) -> bool:
+        """Whether bash certainly ends, or becomes another program, before it comes to the training command."""
+        name, *rest = (word.text for word in statement.words)
+        alone = statement.before not in ("&&", "||", "|") and statement.after not in ("|", "&")
+        certain = alone and all(block.kind == "{" for block in statement.blocks)
+        return statement.start < self.command.start and certain and (name == "exit" or (name == "exec" and bool(rest)))
 
     def _relative_path_problems(self, key: str, environment: Mapping[str, str] | None) -> Iterator[str]:
         try:
@@ -231,11 +250,11 @@ class TrainScript:
             raise ScriptError(f"line {override.line}: {override.key} is set under a condition; set it outside")
         try:
             return self._variables(environment).expand(override.word)
-        except UnknownValue as error:
+        except (UnknownValue, RecursionError) as error:
             raise ScriptError(f"line {override.line}: {override.key}={override.value}: {error}") from None
 
     def _variables(self, environment: Mapping[str, str] | None) -> Variables:
-        return Variables(self.text, self._statements, self.folder, environment or {})
+        return Variables(self.text, self._statements, self._assignments, self.folder, environment or {})
 
     # ---- the trial script ----------------------------------------------------------------------------------------
 
@@ -300,7 +319,7 @@ class TrainScript:
     def _elements(self, name: str, use: Word) -> Iterator[tuple[list[Word], bool]]:
         """The words of an array of overrides where it is used, and whether they depend on a condition."""
         line = self._line(use.start)
-        found = find_array(name, self._statements, use.start)
+        found = find_array(name, self._assignments, use.start)
         if not found:
             raise ScriptError(f"line {line}: the array {name} is not set in the script; write {name}=( … ) before")
         is_replaced = any(assignment.is_conditional and not assignment.appends for assignment in found)
@@ -316,7 +335,7 @@ class TrainScript:
         """`${EXTRA:-}` and the like, which the script itself never sets: nothing, or what a person passes on."""
         match = re.fullmatch(r"\$\{(\w+):?-\}|\$(\w+)|\$\{(\w+)\}", word.text)
         name = next((group for group in match.groups() if group), None) if match else None
-        return name is not None and not find_array(name, self._statements, word.start)
+        return name is not None and not find_array(name, self._assignments, word.start)
 
     def _refuse_braces(self, word: Word) -> None:
         for part in word.parts:

@@ -190,9 +190,9 @@ class _Reader:
     def _open_or_close(self, word: Word) -> None:
         """Keywords count where a command's name stands; what follows `if` or `while` is a statement of its own."""
         said = self.text[word.start : word.end]
-        names = [other for other in self._words if other.text not in _LEADING]
-        if not names or names[0] is not word:
-            if names and names[0].text == "function" and said == "{":
+        first = next((other for other in self._words if other.text not in _LEADING), None)
+        if first is not word:
+            if first and first.text == "function" and said == "{":
                 self._open("function", word)
             return
         if said in _CLOSING:

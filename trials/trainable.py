@@ -38,13 +38,13 @@ def write_place(spec: TrialSpec) -> None:
     node_id = ray.get_runtime_context().get_node_id()
     place = Place(socket.gethostname(), node_id, os.environ.get("CUDA_VISIBLE_DEVICES"))
     spec.attempt_folder.mkdir(parents=True, exist_ok=True)
-    (spec.attempt_folder / "place.json").write_text(json.dumps(asdict(place)))
+    (spec.attempt_folder / "place.json").write_text(json.dumps(asdict(place)), encoding="utf-8")
 
 
 def read_place(attempt_folder: Path) -> Place | None:
     """Where an attempt runs, None while it waits for a slot."""
     try:
-        return Place(**json.loads((attempt_folder / "place.json").read_text()))
+        return Place(**json.loads((attempt_folder / "place.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -19,12 +19,15 @@ _DEFAULT_ASSIGNED = re.compile(r"\$\{([A-Za-z_]\w*):?=(.*)\}", re.DOTALL)
 _OWN_PATH = {"0", "BASH_SOURCE", "BASH_SOURCE[0]", "BASH_SOURCE[0]:-$0", "BASH_SOURCE:-$0"}
 _DECLARING = frozenset({"export", "declare", "readonly", "typeset", "local"})
 _CONDITIONAL = LOOPS | {"if", "case", "function"}
+_LONGEST_VALUE = 2**16
+_LARGEST_INTEGER = 2**63 - 1
+"""Bash's own."""
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: operator.mod,
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
     ast.Pow: operator.pow,
 }
 
@@ -47,16 +50,24 @@ class Assignment:
     """Under `if`, `&&` …, in a loop or a function: whether it is carried out cannot be told."""
 
 
+Assignments = dict[str, list[Assignment]]
+
+
 class Variables:
     """The variables of a script, each at the place where it is used."""
 
     def __init__(
-        self, text: str, statements: Sequence[Statement], folder: Path | None, environment: Mapping[str, str]
+        self,
+        text: str,
+        statements: Sequence[Statement],
+        assignments: Assignments,
+        folder: Path | None,
+        environment: Mapping[str, str],
     ) -> None:
-        """`folder` is where the script lies; `environment` is what it inherits."""
+        """`assignments` are those of the statements; `folder` is where the script lies; `environment` is inherited."""
         self._text, self._folder, self._environment = text, folder, environment
-        self._statements = statements
-        self._assignments = [found for statement in statements for found in _assignments(statement)]
+        self._statements, self._assignments = statements, assignments
+        self._values: dict[tuple[str, int], str | None] = {}
 
     def expand(self, word: Word) -> str:
         """What the program gets for a word.
@@ -105,17 +116,27 @@ class Variables:
 
     def _value(self, name: str, position: int) -> str | None:
         """The value of a variable where it is used; None when it is not set."""
-        earlier = [found for found in self._assignments if found.name == name and found.word.start < position]
+        earlier = [found for found in self._assignments.get(name, ()) if found.word.start < position]
         if not earlier:
             return self._environment.get(name)
-        found = earlier[-1]
+        key = (name, earlier[-1].word.start)
+        if key not in self._values:  # each is worked out once, however often it is used
+            self._values[key] = self._assigned(earlier[-1])
+        return self._values[key]
+
+    def _assigned(self, found: Assignment) -> str:
+        """The value of a variable behind an assignment."""
+        name = found.name
         line = line_of(self._text, found.word.start)
         if found.is_conditional:
             raise UnknownValue(f"${name} is set under a condition in line {line}; set it outside")
         if found.word.elements is not None:
             raise UnknownValue(f"${name} is an array (line {line})")
         said = "".join(self._expand_part(part, found.word.start) for part in self._with_home(found.parts))
-        return (self._value(name, found.word.start) or "") + said if found.appends else said
+        value = (self._value(name, found.word.start) or "") + said if found.appends else said
+        if len(value) > _LONGEST_VALUE:
+            raise UnknownValue(f"${name} is longer than {_LONGEST_VALUE} characters")
+        return value
 
     def _with_home(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """`~/…` at the beginning of an assigned value."""
@@ -138,7 +159,7 @@ class Variables:
 
     def _is_assigned_at(self, position: int) -> bool:
         """Bash splits nothing in an assignment."""
-        return any(found.word.start == position for found in self._assignments)
+        return any(found.word.start == position for each in self._assignments.values() for found in each)
 
     def _expansion(self, said: str, position: int) -> str:
         if said.startswith("$(("):
@@ -183,8 +204,8 @@ class Variables:
         try:
             numbers = re.sub(r"\$\{(\w+)\}|\$?\b([A-Za-z_]\w*)", value_of, text)
             return _integer(ast.parse(numbers.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            raise UnknownValue(f"$(({text})) is not understood; write the number itself") from None
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            raise UnknownValue(f"$(({text[:60]})) is not understood; write the number itself") from None
 
     # ---- the script's own place ----------------------------------------------------------------------------------
 
@@ -218,9 +239,17 @@ class Variables:
         return path
 
 
-def find_array(name: str, statements: Sequence[Statement], position: int) -> list[Assignment]:
+def find_assignments(statements: Sequence[Statement]) -> Assignments:
+    """Name → its assignments in order."""
+    assignments: Assignments = {}
+    for found in (found for statement in statements for found in _assignments(statement)):
+        assignments.setdefault(found.name, []).append(found)
+    return assignments
+
+
+def find_array(name: str, assignments: Assignments, position: int) -> list[Assignment]:
     """What may make up an array where it is used: its last certain `NAME=( … )`, and every assignment after it."""
-    found = [a for s in statements for a in _assignments(s) if a.name == name and a.word.start < position]
+    found = [assignment for assignment in assignments.get(name, ()) if assignment.word.start < position]
     for index in range(len(found) - 1, -1, -1):
         if not found[index].appends and not found[index].is_conditional:
             return found[index:]
@@ -261,10 +290,17 @@ def _without(parts: tuple[Part, ...], length: int) -> tuple[Part, ...]:
 
 
 def _integer(node: ast.expr) -> int:
+    """What bash computes; ValueError for anything that it would compute differently."""
+    value: int | None = None
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_integer(node.left), _integer(node.right))
-    raise ValueError
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_integer(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        left, right = _integer(node.left), _integer(node.right)
+        if isinstance(node.op, ast.Pow) and not 0 <= right * max(0, abs(left).bit_length() - 1) <= 64:
+            raise ValueError
+        value = _OPERATIONS[type(node.op)](left, right)
+    if value is None or abs(value) > _LARGEST_INTEGER:
+        raise ValueError
+    return value

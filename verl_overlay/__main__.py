@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -177,19 +178,31 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0 done, 1 the file is at fault; usage errors exit with 2."""
     chosen = build_parser().parse_args(arguments)
     try:
-        if chosen.verb == "list":
-            return _list(chosen.markdown)
-        if chosen.verb == "show":
-            return _show(chosen.subject)
-        if chosen.verb == "check":
-            return _check(chosen.core_algos, chosen.python)
-        if chosen.verb == "install":
-            return _install(chosen)
-        print(f"{chosen.core_algos}: {'reverted' if revert(chosen.core_algos) else 'held no overlay'}")
-        return 0
+        status = _carry_out(chosen)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except OverlayError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+    except OSError as error:
+        print(
+            f"error: standard output cannot be written: {error.strerror}; give it a place with space", file=sys.stderr
+        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left unwritten must not fail again at exit
+    return 1
+
+
+def _carry_out(chosen: argparse.Namespace) -> int:
+    if chosen.verb == "list":
+        return _list(chosen.markdown)
+    if chosen.verb == "show":
+        return _show(chosen.subject)
+    if chosen.verb == "check":
+        return _check(chosen.core_algos, chosen.python)
+    if chosen.verb == "install":
+        return _install(chosen)
+    print(f"{chosen.core_algos}: {'reverted' if revert(chosen.core_algos) else 'held no overlay'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ Standard library only: this runs in environments that have neither torch nor ver
 """
 
 import ast
+import glob
 import hashlib
 import json
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -342,10 +343,11 @@ def _take_apart(path: Path, data: bytes) -> _Parts | None:
     Raises:
         OverlayError: when markers or hashes do not fit together.
     """
-    advice = "Restore the file from the backup or from verl's release, then install again."
     begin, end = BEGIN.encode(), END.encode()
     if begin not in data and end not in data:
         return None
+    advice = "Restore the file from the backup or from verl's release, then install again"
+    advice += "; or keep it in DIR and replace its block with `install --force --backup DIR`." if begin in data else "."
     matches = list(_BEGIN_LINE.finditer(data))
     if len(matches) != 1 or data.count(begin) != 1 or data.count(end) != 1 or not data.endswith(end + b"\n"):
         raise OverlayError(
@@ -402,20 +404,29 @@ def require_supported(path: Path, original: bytes | None = None) -> Shape:
     )
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write durably: temporary file beside it, fsync, same mode, rename, fsync of the folder."""
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a killed process left of writing a file: temporary files whose number is that of no process."""
     target = path.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    for temporary in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        process = temporary.name.split(".")[-2]
+        with suppress(OSError):
+            if process.isdigit() and not os.path.exists(f"/proc/{process}"):
+                temporary.unlink()
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
+    """Write durably: temporary file beside it, fsync, mode, rename, fsync of the folder."""
+    target = path.resolve()
+    name = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with name.open("wb") as stream:
             stream.write(data)
             stream.flush()
-            if target.exists():
-                os.fchmod(stream.fileno(), target.stat().st_mode & 0o7777)
+            os.fchmod(stream.fileno(), mode & 0o7777)
             os.fsync(stream.fileno())
         os.replace(name, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -424,9 +435,10 @@ def _replace(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, like: Path) -> None:
+    """Write a file with the mode of another."""
     try:
-        _replace(path, data)
+        _replace(path, data, like.stat().st_mode)
     except OSError as error:
         raise OverlayError(
             f"cannot write {path}: {error.strerror}. Check that the workspace is writable and has space."
@@ -435,12 +447,13 @@ def _write(path: Path, data: bytes) -> None:
 
 def _write_backup(core_algos: Path, data: bytes, backup_dir: Path, kind: str) -> Path:
     backup = backup_dir / f"{core_algos.name}.{_sha256(data)[:12]}.{kind}"
+    _remove_leftovers(backup)
     if not backup.exists():
         try:
             backup_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OverlayError(f"cannot create {backup_dir}: {error.strerror}. Choose a writable folder.") from error
-        _write(backup, data)
+        _write(backup, data, like=core_algos)
     if _read(backup) != data:
         raise OverlayError(
             f"{backup} holds something else than {core_algos}'s bytes. Move it away, or name another folder."
@@ -466,6 +479,7 @@ def install(
     """
     typed = parse_configuration(configuration)
     data = _read(core_algos)
+    _remove_leftovers(core_algos)
     try:
         parts = _take_apart(core_algos, data)
         original = data if parts is None else parts.original
@@ -485,7 +499,7 @@ def install(
     block = render_block(configuration, _sha256(original), shape)
     installed = original + SEPARATOR + block.encode()
     if installed != data:
-        _write(core_algos, installed)
+        _write(core_algos, installed, like=core_algos)
     return InstallReport(
         path=core_algos,
         changed=installed != data,
@@ -503,10 +517,12 @@ def revert(core_algos: Path) -> bool:
     Raises:
         OverlayError: when the file was edited by hand or is not writable.
     """
-    parts = _take_apart(core_algos, _read(core_algos))
+    data = _read(core_algos)
+    _remove_leftovers(core_algos)
+    parts = _take_apart(core_algos, data)
     if parts is None:
         return False
-    _write(core_algos, parts.original)
+    _write(core_algos, parts.original, like=core_algos)
     return True
 
 
@@ -584,7 +600,15 @@ def _probe_live(core_algos: Path, shape: Shape, original: bytes, python: str, ti
     interpreter = os.path.abspath(python) if os.sep in python else python
     command = [interpreter, "-c", _PROBE, shape.loss, shape.name, arguments]
     try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command,
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout_s,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"the live loss could not be checked with {python}: {error}"]
     lines = [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith("overlay-probe ")]
@@ -613,6 +637,7 @@ def check(core_algos: Path, python: str, timeout_s: float = 600.0) -> list[str]:
     """
     try:
         data = _read(core_algos)
+        _remove_leftovers(core_algos)
         parts = _take_apart(core_algos, data)
         if parts is None:
             return [f"{core_algos} holds no overlay"]

@@ -46,7 +46,7 @@ class SideFiles:
         temporary = self.folder / f"entropy.{os.getpid()}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             temporary.replace(self.folder / "entropy.json")
         except OSError:
             return
@@ -56,7 +56,7 @@ class SideFiles:
         if self.folder is None:
             return None
         try:
-            found = json.loads((self.folder / "entropy.json").read_text())
+            found = json.loads((self.folder / "entropy.json").read_text(encoding="utf-8"))
             entropy, written = float(found["entropy"]), float(found["time"])
         except (OSError, ValueError, KeyError, TypeError):
             return None

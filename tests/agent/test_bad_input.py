@@ -12,7 +12,7 @@ import pytest
 from agent.config import load_config
 from agent.errors import ConfigError
 from agent.workspace import Workspace, read_manifest
-from scripted_workspace import make_rows
+from scripted_workspace import build_scripted_workspace, make_rows
 
 ROOT = Path(__file__).parents[2]
 DATA = "data/datasets/math.8k"
@@ -134,6 +134,8 @@ CONFIGS = [
     ("search: {trials: 3}\nsearch: {trials: 4}", "line 2: the key 'search' appears twice"),
     ("search: {space: nowhere.yaml}", "nowhere.yaml"),
     ("search: [", "not valid YAML"),
+    ("search: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+    ("# " + "x" * 2**20, "more than a configuration's 1048576"),
     ("search: {last_rung_steps: 7, first_rung_steps: 2}", "must be a multiple"),
 ]
 
@@ -176,8 +178,33 @@ def test_paths_are_relative_to_the_configuration_file(tmp_path: Path) -> None:
         (("--name", "x\n"), 2, "--name x"),
         (("--set", "search={a: 1, a: 2}"), 2, "the key 'a' appears twice"),
         (("--set", "workspace=~nosuchuser/x"), 2, "home directory"),
+        (("--config", "/dev/zero"), 2, "/dev/zero: cannot be read (is a device, not a file)"),
+        (("--set", "search.space=/dev/zero"), 2, "/dev/zero: cannot be read (is a device, not a file)"),
+        (("--config", "/proc/self"), 2, "cannot be read (is a folder, not a file)"),
     ],
 )
 def test_wrong_usage_is_refused(tmp_path: Path, arguments: tuple[str, ...], exit_code: int, message: str) -> None:
     assert_refused(run_agent(tmp_path, *arguments), exit_code, message)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "> >(true)"])
+def test_an_output_that_takes_nothing_is_one_line(workspace: Path, redirection: str) -> None:
+    (workspace / DATA / "dev.parquet").unlink()
+    line = f'exec "{sys.executable}" "{ROOT / "run_agent.py"}" doctor --workspace "{workspace}" {redirection}'
+    result = subprocess.run(["bash", "-c", line], cwd=workspace.parent, capture_output=True, text=True)
+    assert_refused(result, 1, "standard output cannot be written: ")
+
+
+def test_an_ascii_locale_does_not_matter(tmp_path: Path) -> None:
+    root = build_scripted_workspace(tmp_path / "tür")
+    (root / CORE).write_text((root / CORE).read_text() + "# für alle\n", encoding="utf-8")
+    command = [sys.executable, str(ROOT / "run_agent.py"), "doctor", "--workspace", str(root)]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", env=environment)
+    assert result.returncode == 0 and f"{root}/data/checkpoints/base" in result.stdout, result.stderr
+
+
+def test_a_path_that_is_no_text_is_refused(workspace: Path) -> None:
+    odd = workspace.rename(Path(os.fsdecode(os.fsencode(workspace) + b"\xff")))
+    assert_refused(run_agent(odd.parent, "--workspace", str(odd)), 2, "workspace\\udcff is not UTF-8")

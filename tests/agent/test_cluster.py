@@ -1,6 +1,7 @@
 """Whole runs on a local Ray cluster of two nodes with simulated GPUs; real Ray, Tune, processes, scripted trainer."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,10 @@ from ray.cluster_utils import Cluster
 
 from agent.cluster import Engine, sweep_nodes
 from agent.ledger import Ledger, RunState, fold
+from agent.objective import EntropyBand, judge
 from scripted_workspace import agent_environment, build_scripted_workspace
 from trials.guard import RUN_TAG
+from trials.runner import read_history
 from trials.script import TrainScript
 from trials.trainable import Place, read_place
 
@@ -146,6 +149,8 @@ def test_proxies_use_both_nodes_and_only_exact_trials_are_promoted(cluster: Clus
         text = (run / "trials" / name / "attempt_1" / "train.sh").read_text()
         assert TrainScript(text).get("trainer.n_gpus_per_node") == "8"
     assert "proxy on 4 GPUs" in (run / "report.html").read_text()
+    steps = [metrics.step for metrics in read_history(run / "trials" / "full")]
+    assert steps == list(range(17))  # from the beginning: no shards of a trial, whatever it trained on, are taken over
 
     neighbour = ray.get_actor("neighbour", namespace="a neighbour")
     assert ray.get(neighbour.ask.remote()) == 7
@@ -176,6 +181,44 @@ def test_a_lost_node_costs_no_trial(cluster: Cluster, folder: Path) -> None:
     assert {trial.trial for trial in state.search_trials if trial.attempts > 1} == again
     assert worker.node_id not in {place_of(folder, trial, 2).node_id for trial in again}
     assert processes_of(folder) == []
+
+
+def test_two_searches_at_once_run_each_its_own_code(cluster: Cluster, tmp_path: Path) -> None:
+    """On one cluster, in the same minute: scorer, environment and trials of one never reach the other's workers."""
+    # scripted trainers halve their entropy every four steps: with these limits, h is a full score or none
+    limits = {"kind": "objective.collapsed=0.01", "strict": "objective.healthy_low=0.99"}
+    running = {}
+    for name, limit in limits.items():
+        build_scripted_workspace(tmp_path / name / "workspace", on_gpus=True)
+        settings = (f"ray_address={cluster.address}", "search.gpus_per_trial=4", "search.trials=4", limit)
+        running[name] = start(tmp_path / name, *settings, step_s=0.2, owner=name)
+
+    searched: set[str] = set()
+    deadline = time.monotonic() + 120
+    while searched < running.keys() and time.monotonic() < deadline:
+        for name in running.keys() - searched:
+            if any(event["stage"] == "search" for event in events(tmp_path / name, "stage_done")):
+                running[name].send_signal(signal.SIGINT)  # the full run is of no interest
+                searched.add(name)
+        time.sleep(0.1)
+    ended = {name: finish(process) for name, process in running.items()}
+    assert searched == limits.keys() and {code for code, _ in ended.values()} == {130}, ended
+    spans = []
+    for name, limit in limits.items():
+        state, run = read_state(tmp_path / name), tmp_path / name / "runs" / "run-1"
+        trials = state.search_trials
+        assert len(trials) == 4 and all(trial.outcome in ("completed", "stopped") for trial in trials)
+        band = EntropyBand(**{limit.split("=")[0].removeprefix("objective."): float(limit.split("=")[1])})
+        for trial in trials:
+            environment = json.loads((run / "trials" / trial.trial / "attempt_1" / "env.json").read_text())
+            assert json.loads(environment["SCRIPTED"])["owner"] == name and environment[RUN_TAG] == str(run)
+            for score in trial.scores:
+                judged = judge(score.accuracy, score.entropy, state.initial_entropy or 0, score.step / 16, band)
+                assert score.objective == judged.value
+        spans.append((min(trial.started_s for trial in trials), max(trial.ended_s or 0 for trial in trials)))
+    assert max(first for first, _ in spans) < min(last for _, last in spans)  # they did overlap
+    scores = [read_state(tmp_path / name).search_trials[0].scores[-1].objective for name in limits]
+    assert scores[0] != scores[1]
 
 
 def test_what_no_slot_can_hold_is_refused_at_once(cluster: Cluster, folder: Path) -> None:

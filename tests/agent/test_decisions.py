@@ -1,13 +1,15 @@
 """Pure decisions: objective, promotion, checkpoint choice, budget."""
 
 import math
+from typing import Any
 
 import pytest
 
-from agent.budget import BudgetPlan, Measured, plan_budget
+from agent.budget import BudgetPlan, Limits, Measured, Schedule, last_save, measure, plan_budget, submission_reserve
 from agent.ledger import Score, TrialState
-from agent.objective import EntropyBand, entropy_score, forecast_exponent, judge
+from agent.objective import WORST, EntropyBand, entropy_score, forecast_exponent, judge
 from agent.promotion import choose_checkpoint, choose_losers, choose_promotion, losing_steps
+from trials.metrics import StepMetrics
 
 BAND = EntropyBand()
 
@@ -77,42 +79,129 @@ def test_checkpoint_choice_says_what_was_lost() -> None:
     assert choose_checkpoint(scores, []) is None
     unjudged = choose_checkpoint([], [20, 40])
     assert unjudged is not None and unjudged.step == 40 and "none of them has been validated" in unjudged.reason
+    broken = [Score(40, 0.4, 0.5, 0.3), Score(60, WORST, 0.6, None)]  # from step 60 on, the entropy was not a number
+    healthy = choose_checkpoint(broken, [40, 60])
+    assert healthy is not None and healthy.step == 40
 
 
-def plan(elapsed_h: float, training_done_h: float, concurrent: int = 1) -> BudgetPlan:
-    """48 h wall clock, 24 h of training, 600 s inference, 200 steps of 10 s after a start-up of 100 s."""
+MEASURED = Measured(100.0, 10.0, save_s=20.0, validate_s=30.0)
+SCHEDULE = Schedule(200, 20, (25, 50, 100))
+
+
+def plan(elapsed_h: float, training_done_h: float, **facts: Any) -> BudgetPlan:
+    """48 h wall clock, 24 h of training, 600 s inference, 200 steps of 10 s, a save with validation of 50 s every 20."""
+    given: dict[str, Any] = {
+        "measured": MEASURED,
+        "trial_measured": MEASURED,
+        "slots": 1,
+        "submission_s": 2100.0,
+        **facts,
+    }
     return plan_budget(
-        measured=Measured(100.0, 10.0),
+        limits=Limits(48 * 3600, 24 * 3600, 600),
         elapsed_s=elapsed_h * 3600,
-        total_s=48 * 3600,
         training_done_s=training_done_h * 3600,
-        training_limit_s=24 * 3600,
-        total_steps=200,
-        inference_limit_s=600,
-        concurrent=concurrent,
+        schedule=SCHEDULE,
+        **given,
     )
 
 
+FULL_RUN_S = 100 + 200 * 10 + 10 * 50
+
+
 def test_budget_takes_full_run_and_reserve_off_the_top() -> None:
-    full_run_s = 1.15 * 2100
     early = plan(elapsed_h=1, training_done_h=1)
-    assert early.full_run_fits and early.full_run_s == pytest.approx(full_run_s)
-    assert early.search_ends_s == pytest.approx(23 * 3600 - full_run_s)  # training is scarcer than wall clock
+    assert early.full_run_fits and early.full_run_s == FULL_RUN_S
+    assert early.search_ends_s == pytest.approx(23 * 3600 - 1.15 * FULL_RUN_S)  # training is scarcer than wall clock
     assert early.training_ends_s == pytest.approx(23 * 3600)
     late = plan(elapsed_h=40, training_done_h=2)
-    assert late.search_ends_s == pytest.approx(8 * 3600 - 1200 - full_run_s)  # wall clock is scarcer
+    assert late.search_ends_s == pytest.approx(8 * 3600 - 720 - 2100 - 1.15 * FULL_RUN_S)  # wall clock is scarcer
+    trial_s = 100 + 100 * 10 + 4 * 50
+    assert (late.last_rung, late.trials) == (100, int(late.search_ends_s // trial_s)) == (100, 17)
 
 
-def test_trials_side_by_side_spend_the_training_limit_faster() -> None:
-    assert plan(1, 1, concurrent=2).search_ends_s == pytest.approx((23 * 3600 - 1.15 * 2100) / 2)
+def test_trials_side_by_side_spend_the_training_limit_faster_and_proxies_by_their_gpus() -> None:
+    free_s = 23 * 3600 - 1.15 * FULL_RUN_S
+    assert plan(1, 1, slots=2).search_ends_s == pytest.approx(free_s / 2)
+    assert plan(1, 1, slots=4, gpu_share=0.25).search_ends_s == pytest.approx(free_s)
+    exact_s = 1.15 * (100 + 100 * 10 + 4 * 50)
+    assert plan(1, 1, slots=4, gpu_share=0.25, remeasured=2).search_ends_s == pytest.approx(free_s - 2 * exact_s)
 
 
-def test_when_no_full_run_fits_the_search_gets_what_is_left() -> None:
-    short = plan(elapsed_h=48 - 3000 / 3600, training_done_h=0)
-    assert not short.full_run_fits and short.search_ends_s == pytest.approx(1800)
-    assert "the best trial's checkpoint will be submitted" in short.reason
+def before_the_end(seconds: float) -> BudgetPlan:
+    """The plan when so many seconds of training are left by the wall clock."""
+    return plan(elapsed_h=48 - (seconds + 720 + 2100) / 3600, training_done_h=0)
+
+
+def test_what_is_given_up_when_time_gets_short() -> None:
+    """Trials, then their last rungs, then the full run."""
+    reserve_s = 1.15 * FULL_RUN_S
+    seen = [before_the_end(reserve_s + extra_s) for extra_s in (2700, 1400, 1200, 700, 500, 300)]
+    assert [(p.full_run_fits, p.trials, p.last_rung) for p in seen] == [
+        (True, 2, 100), (True, 1, 100), (True, 1, 50), (True, 1, 50), (True, 1, 25), (True, 0, None),
+    ]  # fmt: skip
+    for left_s, fits in ((FULL_RUN_S + 1, True), (FULL_RUN_S - 1, False)):
+        last = before_the_end(left_s)
+        assert last.full_run_fits is fits and last.training_ends_s == pytest.approx(left_s)
+    rest_s = 1.15 * (100 + 100 * 10 + 4 * 50)
+    assert last.final_s == pytest.approx(rest_s) and last.search_ends_s == pytest.approx(left_s - rest_s)
     over = plan(elapsed_h=50, training_done_h=30)
-    assert not over.full_run_fits and over.search_ends_s == 0 and over.training_ends_s == 0
+    assert not over.full_run_fits and over.search_ends_s == 0 == over.training_ends_s == over.final_s
+    assert "no longer fits" in over.reason
+
+
+def test_the_reserve_for_the_submission_is_measured_or_the_limit() -> None:
+    limits = Limits(48 * 3600, 24 * 3600, 600)
+    assert submission_reserve(limits, None, None, None) == 600 + 600 + 600 + 300
+    assert submission_reserve(limits, 120, 400, 60) == 1.25 * 120 + 600 + 1.25 * 400 + 1.25 * 60
+    assert submission_reserve(limits, 120, 590, 60) == 1.25 * 120 + 600 + 600 + 1.25 * 60
+
+
+@pytest.mark.parametrize(
+    ("step", "left_s", "last"),
+    [(40, 249, 40), (40, 251, 60), (40, 501, 80), (0, 1e9, 95), (80, 199, 80), (80, 201, 95), (95, 0, 95)],
+)
+def test_the_last_save_that_fits(step: int, left_s: float, last: int) -> None:
+    """Of 95 steps of 10 s with a save and validation of 50 s every 20 steps and at the end."""
+    assert last_save(MEASURED, step=step, save_freq=20, total_steps=95, left_s=left_s) == last
+
+
+def history(*lines: tuple[int, float], attempt: int = 1, save: float | None = 20.0) -> list[StepMetrics]:
+    found = []
+    for step, seconds in lines:
+        values = {"actor/entropy": 0.3, "seconds": seconds, "attempt": float(attempt)}
+        if step % 2 == 0 and save is not None:
+            values |= {"timing_s/save_checkpoint": save, "timing_s/testing": 30.0}
+        found.append(StepMetrics(step, values))
+    return found
+
+
+def test_times_are_measured_step_by_step() -> None:
+    lines = [(1, 100.0), (2, 160.0), (3, 170.0), (4, 230.0)]
+    assert measure(history(*lines)) == Measured(100.0, 10.0, 20.0, 30.0)
+    assert measure(history(*lines, save=None)) == Measured(100.0, pytest.approx(130 / 3))
+    again = [*history(*lines[:2]), *history((3, 80.0), (4, 170.0), attempt=2)]
+    assert measure(again) == Measured(90.0, 25.0, 20.0, 30.0)  # from attempt to attempt nothing is measured
+    assert measure(again, last_steps=1) == Measured(90.0, 40.0, 20.0, 30.0)
+    assert measure(history(lines[0])) is None and measure([]) is None
+
+
+def test_a_trial_that_ended_for_want_of_time_is_compared_at_its_own_last_step() -> None:
+    leader = trial("b", (8, 0.3), (16, 0.4), (32, 0.5))
+    short = trial("s", (8, 0.2), (16, 0.45))
+    best = choose_promotion([leader, short])
+    assert best is not None and (best.trial, best.step, best.objective) == ("s", 16, 0.45)
+    assert "for which time ended at step 16, was better there: 0.4500 against 0.4000" in best.reason
+    for beaten in (trial("s", (8, 0.2), (16, 0.45), outcome="stopped"), trial("s", (8, 0.2), (16, 0.4))):
+        assert (found := choose_promotion([leader, beaten])) is not None and found.trial == "b"
+    cut = trial("s", (8, 0.2), (16, 0.45), outcome="stopped")
+    cut.out_of_time = True
+    assert (found := choose_promotion([leader, cut])) is not None and found.trial == "s"
+    for score in leader.scores:
+        score.entropy_score = 1.0
+    noisy = choose_promotion([leader, cut], dev_rows=50)  # standard error of 0.4 over 50 rows: 0.07
+    assert noisy is not None and noisy.trial == "b"
+    assert (found := choose_promotion([leader, cut], dev_rows=500)) is not None and found.trial == "s"
 
 
 ENDED = [

@@ -20,17 +20,19 @@ import pytest
 
 from agent.checks import CheckResult, require_sound
 from agent.config import AgentConfig, load_config
-from agent.dataset import normalise_answer
+from agent.dataset import check_features, normalise_answer, read_dataset
 from agent.doctor import check_all, read_colocation, read_demand, read_devices, require_healthy
 from agent.errors import PreflightError
 from agent.machine import Machine, Volume, read_machine
 from agent.machine_checks import DISK, GIB, check_disks, check_machine, forecast_disks
-from agent.script_checks import read_reward_sources
+from agent.rungs import trial_overrides
+from agent.script_checks import check_script, read_reward_sources
 from agent.workspace import Workspace, read_manifest
 from scripted_workspace import make_rows
 from trials.embedded.build import HERE as EMBEDDED
 from trials.embedded.build import build_workspace
 from trials.gpus import Gpu, read_gpus, select_visible
+from wheels import VERSIONS, wheel_tree
 
 ROOT = Path(__file__).parents[2]
 DATA = Path("data/datasets/math.8k")
@@ -163,6 +165,29 @@ def merger_module(root: Path) -> None:
     remove(VERL / "scripts/model_merger.py")(root)
     (root / VERL / "verl/model_merger").mkdir()
     (root / VERL / "verl/model_merger/__main__.py").touch()
+
+
+def reward_file(text: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / "reward.py").write_text(text)
+        set_option(f"custom_reward_function.path={root / 'reward.py'}")(root)
+
+    return change
+
+
+PIPES = {
+    "task/scripts/train.sh": "training script",
+    "task/scripts/inference.sh": "inference script",
+    "task/scripts/inference.py": "inference program",
+    "data/datasets/math.8k/train.parquet": "training data",
+    "data/datasets/math.8k/dev.parquet": "dev data",
+    "data/datasets/math.8k/test.parquet": "test data",
+    "data/checkpoints/base/config.json": "base model",
+    "data/checkpoints/base/model.safetensors": "base model",
+    "data/checkpoints/base/tokenizer.json": "vocabulary",
+    "task/repositories/verl/verl/trainer/ppo/core_algos.py": "verl core_algos.py",
+    "reward.py": "reward",
+}
 
 
 def foreign_reward_names(root: Path) -> None:
@@ -412,14 +437,73 @@ ZOO: dict[str, tuple[Callable[[Path], object], str, str, str]] = {
     "weights cut off": (cut_weights, "base model", "failed", "is cut off"),
     "a shard lost": (lost_shard, "base model", "failed", "model-00002-of-00002.safetensors is missing"),
     "tokenizer larger than the model": (long_tokenizer, "vocabulary", "failed", "knows 8 tokens that the model"),
+    "tokenizer damaged": (
+        lambda w: (w / BASE / "tokenizer.json").write_text('{"model": {"vocab"'),
+        "vocabulary",
+        "failed",
+        "tokenizer.json is damaged",
+    ),
+    "tokenizer of no kind": (long_tokenizer, "tokenizer", "failed", "cannot be loaded (Exception: "),
+    "reward function is no Python": (
+        reward_file("def compute_score(:"),
+        "reward",
+        "failed",
+        "cannot be loaded as verl does (SyntaxError: ",
+    ),
+    "reward function of another name": (
+        reward_file("def score(): pass"),
+        "reward",
+        "failed",
+        "has no function compute_score",
+    ),
+    "reward function raises": (reward_file("1 / 0"), "reward", "failed", "ZeroDivisionError: division by zero"),
+    "core_algos raises": (
+        lambda w: (w / CORE).write_text((w / CORE).read_text() + "\nraise ValueError('not today')\n"),
+        "verl import",
+        "failed",
+        "ValueError: not today; correct it",
+    ),
+    "train.sh ends early": (
+        edit(TRAIN_SH, "export PYTHONPATH", "exit 1\nexport PYTHONPATH"),
+        "training command",
+        "failed",
+        "`exit 1` ends",
+    ),
+    "removes what the agent sets": (
+        set_option("~trainer.default_local_dir"),
+        "training command",
+        "failed",
+        "default_local_dir is removed with ~",
+    ),
+    "arithmetic without end": (
+        set_option("trainer.n_gpus_per_node=$((9**9**9))"),
+        "settings",
+        "failed",
+        "$((9**9**9)) is not understood",
+    ),
+    "train.sh of a megabyte": (
+        lambda w: (w / TRAIN_SH).write_text("#" * 2**20),
+        "training script content",
+        "failed",
+        "more than a training",
+    ),
+    "conda is broken": (
+        lambda w: (w / "conda").mkdir(),
+        "training environment",
+        "failed",
+        "conda has no bin/python3; restore it",
+    ),
     "no tokenizer": (remove(BASE / "tokenizer_config.json"), "vocabulary", "failed", "tokenizer_config.json does not"),
 }
 
 
+def test_a_sound_workspace_has_no_remarks(workspace: Path) -> None:
+    results = examine(workspace)
+    assert states(results, "failed") | states(results, "warning") == set()
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_a_planted_defect_is_found(workspace: Path, name: str) -> None:
-    before = states(examine(workspace), "failed") | states(examine(workspace), "warning")
-    assert before == set()
     damage, check, state, words = ZOO[name]
     damage(workspace)
     manifest = read_manifest(Workspace(workspace))
@@ -427,6 +511,21 @@ def test_a_planted_defect_is_found(workspace: Path, name: str) -> None:
     (workspace / "data/outputs").chmod(0o755)
     assert (result.state, words in f"{result.found} {result.problem}") == (state, True), result
     assert read_manifest(Workspace(workspace)) == manifest
+
+
+def test_what_is_no_file_is_refused_before_it_is_opened(workspace: Path) -> None:
+    reward_file("def compute_score(): pass")(workspace)
+    for path, name in PIPES.items():
+        place = workspace / path
+        before = place.read_bytes() if place.exists() else None
+        place.unlink(missing_ok=True)
+        os.mkfifo(place)
+        result = examine(workspace)[name]
+        assert result.state == "failed" and "is a named pipe" in f"{result.found} {result.problem}", (path, result)
+        read_manifest(Workspace(workspace))
+        place.unlink()
+        if before is not None:
+            place.write_bytes(before)
 
 
 TOGETHER = [
@@ -537,26 +636,23 @@ def test_prompts_as_arrays_of_messages_are_accepted(workspace: Path) -> None:
 
 
 def test_a_reward_without_its_package_is_named(workspace: Path, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("from math_verify import verify")
+    (tmp_path / "reward.py").write_text("def compute_score(*_):\n    from math_verify import verify")
     set_option(f"custom_reward_function.path={tmp_path / 'reward.py'}")(workspace)
     assert examine(workspace)["reward"].state == "ok"
-    (tmp_path / "env" / "bin").mkdir(parents=True)
-    result = examine(workspace, overrides=[f"training_env={tmp_path / 'env'}"])["reward"]
-    assert result.state == "warning" and "pip install math-verify" in str(result.problem)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    results = examine(workspace, overrides=[f"training_env={tmp_path / 'env'}"])
+    assert results["reward"].state == "warning" and "pip install math-verify" in str(results["reward"].problem)
+    assert "has no torch, ray, transformers" in str(results["training environment"].problem)
 
 
-def test_files_of_newer_datasets_are_read_and_flagged(workspace: Path, tmp_path: Path) -> None:
+def test_files_of_newer_datasets_are_read_and_flagged(workspace: Path) -> None:
     newer_metadata(workspace)
-    for version, state in (("3.6.0", "failed"), ("4.1.0", "ok"), (None, "warning")):
-        prefix = tmp_path / f"env{version}"
-        (prefix / "bin").mkdir(parents=True)
-        if version:
-            info = prefix / f"lib/python3.11/site-packages/datasets-{version}.dist-info"
-            info.mkdir(parents=True)
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: datasets\nVersion: {version}\n")
-        results = examine(workspace, overrides=[f"training_env={prefix}"])
-        assert results["parquet metadata"].state == state and results["training data"].state == "ok"
-        assert "feature List (datasets 4) in train.parquet" in results["parquet metadata"].found
+    results = examine(workspace)
+    assert results["parquet metadata"].found.startswith("feature List (datasets 4) in train.parquet")
+    assert results["training data"].state == "ok"
+    read = read_dataset([workspace / DATA / "train.parquet"])
+    states = [check_features([read], version).state for version in ("3.6.0", "4.1.0", None)]
+    assert states == ["failed", "ok", "warning"]
 
 
 def test_several_dev_files_count_together(workspace: Path) -> None:
@@ -804,6 +900,36 @@ def test_disks_are_forecast_for_qwen_on_math500(workspace: Path) -> None:
     assert judge(4 * GIB, 3900 * GIB) == ["ok", "ok", "warning"]  # results roomy, Ray's temporary folder small
     assert judge(9 * GIB, 400 * GIB) == ["warning", "ok", "ok"]  # checkpoints fit, the longest answers would not
     assert judge(2**20, 300 * GIB) == ["failed", "ok", "failed"]
+
+
+def kept_checkpoints(root: Path) -> CheckResult:
+    return next(result for result in check_script(Workspace(root)) if result.name == "checkpoints kept")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_single_checkpoint_is_lost_by_a_save_that_fails_in_old_versions(workspace: Path, version: str) -> None:
+    """The wheel's own checkpoint manager is what is looked at; the disk must hold one more checkpoint than is kept."""
+    set_option("trainer.max_actor_ckpt_to_keep=1")(workspace)
+    package, tree = workspace / "task/repositories/verl/verl", wheel_tree(version) / "verl"
+    for file in ("utils/checkpoint/checkpoint_manager.py", "version/version"):
+        (package / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tree / file, package / file)
+    result = kept_checkpoints(workspace)
+    is_old = version in ("0.3.0.post1", "0.4.1", "0.5.0", "0.6.1")
+    assert result.state == ("warning" if is_old else "ok")
+    if is_old:
+        assert result.found == "the newest 1" and f"verl {version} deletes the old checkpoint" in str(result.problem)
+        assert "set trainer.max_actor_ckpt_to_keep=2" in str(result.problem)
+    demand = read_demand(AgentConfig(workspace=workspace), Workspace(workspace), (2, 4, 8))
+    assert (demand.trial_checkpoints, demand.full_run_checkpoints) == (4, 2)
+
+
+def test_in_a_trial_verl_deletes_no_checkpoint(workspace: Path) -> None:
+    set_option("+trainer.remove_previous_ckpt_in_save=True trainer.max_actor_ckpt_to_keep=3")(workspace)
+    assert kept_checkpoints(workspace).found == "the newest 1, whether or not the best is among them"
+    asked = trial_overrides(Workspace(workspace), (2, 4, 8), Path("/checkpoints"))
+    assert asked["trainer.remove_previous_ckpt_in_save"] is False and asked["trainer.max_actor_ckpt_to_keep"] is None
+    assert "trainer.del_local_ckpt_after_load" not in asked
 
 
 def test_a_cluster_is_not_judged_by_this_machine(workspace: Path) -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from agent.doctor import check_workspace
 from agent.ledger import Ledger, fold
 from agent.merging import merge_checkpoint
+from agent.model_check import check_merged_model
 from agent.objective import EntropyBand, score_validation
 from agent.submission import publish, run_inference, run_logged, validate_submission
+from agent.tensors import read_batches_given
 from agent.workspace import Workspace, changed_files, forbidden_changes, read_manifest
 from trials.checkpoints import complete_steps
 from trials.embedded.build import build_workspace
@@ -76,12 +79,18 @@ def test_two_steps_of_verl_become_a_validated_submission(tmp_path: Path) -> None
     state = fold(ledger.read()).trials["t001"]
     assert [score.step for score in state.scores] == [0, 1, 2] and state.scores[2].objective > 0
     assert complete_steps(trial / "checkpoints") == [1, 2]
+    assert (
+        read_batches_given(trial / "checkpoints" / "global_step_2" / "data.pt") == 2 < (workspace.steps_per_epoch or 0)
+    )
     assert_nothing_left(run, workspace)
 
     model, results = run / "model", run / "results"
     actor = trial / "checkpoints" / "global_step_2" / "actor"
     run_command = functools.partial(run_logged, run_tag=str(run))
     merge_checkpoint(workspace.verl, workspace.base_model, actor, model, log=run / "merge.log", run=run_command)
+    began = time.monotonic()
+    check = check_merged_model(workspace, model, state.scores[2].accuracy, state.scores[2].entropy, run_command)
+    assert check["problem"] is None and "agree within" in check["note"] and time.monotonic() - began < 60
     run_inference(workspace, model, results, log=run / "inference.log", timeout_s=120, run=run_command)
     submission = validate_submission(results, workspace.test_file, model)
     assert submission.samples > 0 and 0 < submission.mean_entropy < math.log(128)

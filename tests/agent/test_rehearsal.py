@@ -18,6 +18,8 @@ from agent.run_folder import RunFolder
 from eight_gpus import build_eight_gpu_workspace
 from trials.runner import build_environment
 
+pytestmark = pytest.mark.usefixtures("verl_is_not_imported")
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -72,7 +74,7 @@ def test_it_names_what_the_training_environment_is_and_does(text: str, workspace
     assert re.search(r"ok +training environment .*: Python 3\.\d+\.\d+, verl 0\.3\.0\.post1, ray ", text)
     assert "entropy_coeff=0," in text and "temperature=1.0 (verl's default)" in text
     assert re.search(r"ok +verl's configuration +composed, \d{3} values; verl has every key that is set", text)
-    assert re.search(r"ok +effective batch sizes +as verl needs them", text)
+    assert re.search(r"ok +batch sizes +128 prompts a step on 1 × 8 ranks", text)
     assert re.search(r"ok +training schedule +240 steps\n +ok +checkpoint schedule +one every 20 steps", text)
 
 
@@ -80,21 +82,23 @@ def test_the_plan_adds_up(text: str) -> None:
     plan = text[text.index("PLAN of 48 h") : text.index("\n1. OVERLAY")]
     assert "ASSUMED, nothing was measured here yet: 300 s from launch to first step, 60.0 s per step" in plan
     assert "judged at steps 30, 60, 120" in plan
-    # baseline 300 s + 120 × 60 s = 125 min; full run 1.15 × (300 s + 240 × 60 s) = 282 min; two inferences 20 min
+    # baseline 300 s + 120 × 60 s = 125 min; full run 1.15 × (300 s + 240 × 60 s) = 282 min; merge 10, two
+    # inferences 20, validation 5 min as long as nothing was measured
     # training 24 h − 125 min − 282 min = 1033 min for the search: 8 of 40 trials of 125 min
     rows = re.findall(r"^ +(\d+:\d\d) – +(\d+:\d\d)  (.*)$", plan, re.M)
     assert [(start, end) for start, end, _ in rows] == [
         ("0:00", "2:05"),
-        ("2:05", "19:18"),
-        ("19:18", "24:00"),
-        ("24:00", "24:20"),
+        ("2:05", "2:40"),
+        ("2:40", "19:53"),
+        ("19:53", "24:35"),
+        ("24:35", "25:10"),
     ]
-    assert rows[1][2].startswith("search: 8 of 40 trials fit, 1 side by side, each 2.1 h at most")
+    assert rows[2][2].startswith("search: 8 of 40 trials fit, 1 side by side, each 2.1 h at most")
 
 
 def test_a_full_run_that_does_not_fit_is_said(workspace: Path) -> None:
     said = rehearsal_of(configure(workspace, **{"budget.training_hours": "4.0"}))
-    assert "NO FULL RUN: 4.7 h do not fit; the best trial's checkpoint is submitted" in said
+    assert "NO FULL RUN: 4.1 h do not fit; the leading trial goes on as far as time allows" in said
 
 
 def test_times_that_an_earlier_run_measured_are_used(workspace: Path, tmp_path: Path) -> None:

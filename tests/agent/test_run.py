@@ -131,6 +131,9 @@ def test_the_best_method_is_promoted_and_every_decision_has_a_reason(
     assert promoted.last.objective == max(trial.last.objective for trial in at_end if trial.last)
     best = state.full_run.best
     assert best is not None and state.stages["select"]["step"] == best.step
+    assert state.stages["merge"]["check"] == {
+        "unchecked": "the model has no tokenizer files"
+    }  # a scripted one has none
 
 
 def test_the_workspace_changed_only_where_it_may(finished: tuple[Path, Path, dict[str, str]]) -> None:
@@ -264,6 +267,9 @@ def test_a_killed_run_goes_on_without_repeating_finished_trials(
     after = read_state(run)
     assert sorted(started) == sorted(["t000", *(f"t{number:03d}" for number in range(1, 7)), "full"])
     assert all(trial.outcome in ("completed", "stopped") for trial in after.trials.values())
+    assert all(0 < float(str(event["seconds"])) < 60 for event in events(run, "attempt_lost"))
+    told = [str(decision["chosen"]).split()[0] for decision in after.decisions if decision["what"] == "resume"]
+    assert sorted(told) == sorted(name for name, trial in after.trials.items() if trial.attempts > 1)
     assert [event["trial"] for event in events(run, "published")] == ["t000", "full"]
     wait_until(lambda: processes_of(run) == [], 10)
     assert sweep_holders(short_scratch(str(run))) == []
@@ -278,7 +284,10 @@ def test_a_workspace_that_changed_meanwhile_is_refused(workspace: Path) -> None:
     before = len(Ledger(run / "ledger.jsonl").read())
     refused = run_agent(folder, "resume")
     assert refused.returncode == 4 and "task/scripts/train.sh changed" in refused.stderr
-    assert len(Ledger(run / "ledger.jsonl").read()) == before
+    assert {event["event"] for event in Ledger(run / "ledger.jsonl").read()[before:]} <= {
+        "attempt_lost",
+        "trial_scored",
+    }
 
 
 def test_a_killed_tune_worker_costs_no_trial_and_leaves_nothing(workspace: Path) -> None:
@@ -331,7 +340,7 @@ def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
 
 def test_when_time_is_short_the_best_trial_is_submitted_without_a_full_run(workspace: Path) -> None:
     folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
-    result = run_agent(folder, "--set", "budget.training_hours=1e-5")
+    result = run_agent(folder, "--set", f"budget.training_hours={9 / 3600}", step_s=1.0)
     assert result.returncode == 0, result.stderr
     state = read_state(run)
     assert state.full_run is None and state.search_trials == []
@@ -369,6 +378,20 @@ def test_an_inference_that_fails_is_told_early_and_does_not_stop_the_search(work
     told = [(decision["what"], "no such GPU" in str(decision["reason"])) for decision in state.decisions]
     assert ("early submission", True) in told and ("submission", True) in told
     assert state.full_run is not None and state.full_run.outcome == "completed" and not state.published
+
+
+def test_when_no_full_run_fits_the_baseline_goes_on_from_its_checkpoint(workspace: Path) -> None:
+    """33 s of training: 20 for half of the schedule, so that neither a trial nor 40 for all of it fit."""
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    result = run_agent(folder, "--set", f"budget.training_hours={33 / 3600}", step_s=2.5)
+    assert result.returncode == 0, result.stderr
+    state = read_state(run)
+    goes_on = events(run, "trial_started")[-1]
+    assert state.full_run is None and list(state.trials) == ["t000"]
+    assert (goes_on["trial"], goes_on["attempt"], goes_on["resumed_step"]) == ("t000", 2, 8)
+    reached = state.stages["continuation"]["steps"]
+    assert reached in (10, 12) and list((run / "trials" / "t000").rglob(f"global_step_{reached}"))
+    assert state.training_s < 36
 
 
 def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:

@@ -16,13 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from agent.cli import main
 from agent.config import load_config
 from agent.doctor import check_all
 from agent.errors import PreflightError
 from agent.machine import Machine, read_machine
 from agent.machine_checks import DISK
 from agent.questions import INSTRUCTION, read_questions
-from agent.scaffold import Request, build_scaffold, needs_reward
+from agent.scaffold import SPLITS, Request, build_scaffold, needs_reward
 from agent.submission import score_outputs, validate_submission
 from agent.tensors import read_sample_logits
 from agent.workspace import Workspace
@@ -198,6 +199,24 @@ BAD_DATA: dict[str, tuple[list[object], str]] = {
         "line 3: answer or ground_truth is None",
     ),
     "two answers": ([{"question": "a", "answer": ["1", "2"]}], "line 1: answer or ground_truth is ['1', '2']"),
+    "answer is an object": (
+        [{"question": "a", "answer": {"x": 1}}],
+        "answer or ground_truth is {'x': 1}, not one answer",
+    ),
+    "answer in lists": ([{"question": "a", "answer": [["7"]]}], "answer or ground_truth is [['7']], not one answer"),
+    "source is an object": (
+        [{"question": "a", "answer": "1", "data_source": {"x": 1}}],
+        "data_source is {'x': 1}, not text",
+    ),
+    "half a character": (['{"question": "\\ud800", "answer": "1"}'], "holds half of a character"),
+    "half a character in an answer": (['{"question": "a", "answer": "\\udfff"}'], "holds half of a character"),
+    "nested without end": (['{"question": ' + "[" * 100_000 + "]" * 100_000 + "}"], "line 1: nested too deeply"),
+    "nested question": (['{"question": ' + "[" * 500 + "]" * 500 + "}"], "line 1: question or problem is [[[[[["),
+    "long value": ([{"question": ["x" * 10_000] * 1000}], "line 1: question or problem is ['xxx"),
+    "content is a list": (
+        [{"data_source": "a", "prompt": [{"role": "user", "content": ["x"]}], "reward_model": {"ground_truth": "1"}}],
+        "not a message with role and content as text",
+    ),
     "many": ([{"question": "a"}] * 9, "; and 6 more; correct the file"),
     "nothing": ([], "has no rows"),
 }
@@ -231,7 +250,8 @@ def test_known_data_keeps_verls_own_reward(data: Path, tmp_path: Path) -> None:
     rows = [{**row, "data_source": "openai/gsm8k"} for row in pq.read_table(data / "train.parquet").to_pylist()[:64]]
     path = tmp_path / "gsm8k.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
-    build_scaffold(request(data, tmp_path / "own", train=(path,), dev=(path,)))
+    pq.write_table(pa.Table.from_pylist(rows[:32]), tmp_path / "dev.parquet")
+    build_scaffold(request(data, tmp_path / "own", train=(path,), dev=(tmp_path / "dev.parquet",)))
     workspace = Workspace(tmp_path / "own")
     assert not any("reward" in key for key in workspace.script.overrides)
     assert not (workspace.scripts / "reward.py").exists()
@@ -271,6 +291,11 @@ def few_rows(data: Path, folder: Path) -> dict[str, Any]:
     return {"train": (path,)}
 
 
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
 REFUSALS: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     "no model": (
         lambda d, t: {"model": Path("Qwen/Qwen2.5-1.5B")},
@@ -281,6 +306,20 @@ REFUSALS: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     "no verl there": (lambda d, t: {"verl": t}, "no verl/trainer/ppo/core_algos.py there"),
     "no verl in the environment": (lambda d, t: {"training_env": t}, "verl is not installed in"),
     "fewer rows than GPUs": (few_rows, "1 training rows are fewer than the 2 GPUs"),
+    "dev is train": (
+        lambda d, t: {"dev": (d / "train.parquet",)},
+        "are the same; give every split questions of its own",
+    ),
+    "one file twice": (lambda d, t: {"train": (d / "train.parquet",) * 2}, "are the same"),
+    "test has the content of dev": (
+        lambda d, t: {"test": (Path(shutil.copy(d / "dev.parquet", d / "copy.parquet")),)},
+        "are the same",
+    ),
+    "huge id": (
+        lambda d, t: {"test": (write_lines(d / "ids.jsonl", [{"question": "a", "sample_id": 2**63}]),)},
+        "sample_id of test row 0 is 9223372036854775808",
+    ),
+    "a pipe": (lambda d, t: {"dev": (pipe(d / "pipe.parquet"),)}, "pipe.parquet is a named pipe, not a file"),
     "no merger": (lambda d, t: {"verl": wheel_tree("0.3.0.post1")}, "give --verl a checkout that has one"),
 }
 
@@ -305,11 +344,49 @@ def test_existing_files_are_never_overwritten(data: Path, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["own"] and os.listdir(tmp_path / "own") == ["notes.txt"]
 
 
-@pytest.mark.parametrize("option", ["--gpus=0", "--steps=-1", "--responses=x"])
-def test_wrong_numbers_are_refused(data: Path, tmp_path: Path, option: str) -> None:
-    files = [word for split in ("train", "dev", "test") for word in (f"--{split}", data / f"{split}.parquet")]
-    assert run_init(tmp_path, "own", "--model", MODEL, *files, option).returncode == 2
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--gpus=0", "argument --gpus: 0 is not a number from 1 to 1024"),
+        ("--gpus=1000000000", "is not a number from 1 to 1024"),
+        ("--steps=-1", "argument --steps: -1 is not"),
+        ("--steps=1000000000000", "is not a number from 1 to 1000000"),
+        ("--responses=x", "argument --responses: x is not a number from 2"),
+        ("--responses=1", "argument --responses: 1 is not a number from 2"),
+        ("--train=x.jsonl", "--train is given twice; give it once"),
+        ("--model=x", "--model is given twice"),
+    ],
+)
+def test_wrong_options_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, words: str
+) -> None:
+    files = [word for split in SPLITS for word in (f"--{split}", str(data / f"{split}.parquet"))]
+    with pytest.raises(SystemExit) as raised:
+        main(["init", str(tmp_path / "own"), "--model", str(MODEL), *files, option])
+    assert raised.value.code == 2 and words in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_takes_nothing_is_one_line(data: Path, tmp_path: Path) -> None:
+    files = [str(word) for split in SPLITS for word in (f"--{split}", data / f"{split}.parquet")]
+    line = 'ulimit -f 40; exec "$@"'  # no file may grow beyond 40 KiB
+    program = [sys.executable, str(ROOT / "run_agent.py"), "init", "own", "--model", str(MODEL), *files]
+    result = subprocess.run(["bash", "-c", line, "-", *program], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 3 and os.listdir(tmp_path) == []
+    (said,) = result.stderr.splitlines()
+    assert "File too large; raise the limit of a file's size (ulimit -f); no workspace was created" in said
+    assert str(tmp_path) in said and len(said) < 500
+
+
+def test_a_target_in_a_file_is_one_line(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PreflightError, match=r"file: File exists; check that path; no workspace was created"):
+        build_scaffold(request(data, tmp_path / "file" / "own"))
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "answer": "2"}\n')
+    assert read_questions(tmp_path / "x.jsonl", split="train").rows[0]["reward_model"]["ground_truth"] == "2"
 
 
 # ---- scripts ----------------------------------------------------------------------------------------------------------

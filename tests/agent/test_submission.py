@@ -138,6 +138,22 @@ def test_entropy_agrees_with_the_naive_formula_and_with_bf16_files(tmp_path: Pat
     assert rounded.mean_entropy == pytest.approx(float(expected), abs=1e-2) and rounded.tokens == 600
 
 
+def own_memory() -> int:
+    """Bytes that are not pages of a mapped file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def test_a_large_file_is_read_without_being_loaded(tmp_path: Path) -> None:
+    torch.save([torch.zeros(64, 50_000) for _ in range(24)], tmp_path / LOGITS)
+    before, most = own_memory(), 0
+    for sample in read_sample_logits(tmp_path / LOGITS):
+        assert sample.mean_entropy == pytest.approx(np.log(50_000))
+        most = max(most, own_memory() - before)
+    assert (tmp_path / LOGITS).stat().st_size > 300e6 and most < 100e6
+    (tmp_path / LOGITS).unlink()
+
+
 def test_publishing_keeps_what_it_replaces(case: Path) -> None:
     outputs = case / "outputs"
     outputs.mkdir()

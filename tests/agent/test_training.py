@@ -13,6 +13,8 @@ from agent.workspace import Workspace, forbidden_changes
 from eight_gpus import build_eight_gpu_workspace
 from trials.script import OverrideValue
 
+pytestmark = pytest.mark.usefixtures("verl_is_not_imported")
+
 ASKED: dict[str, OverrideValue] = {
     "trainer.test_freq": 30,
     "trainer.save_freq": 30,
@@ -77,9 +79,14 @@ def test_all_wrong_settings_are_named_at_once(root: Path) -> None:
     assert "trainer.critic_warmpu is not a setting of this verl; did you mean trainer.critic_warmup" in problem
 
 
+def test_what_hydra_refuses_is_not_called_composed(root: Path) -> None:
+    result = check(edit(root, ("trainer.nnodes=1", "trainer.nnodes=[1")))["verl's configuration"]
+    assert result.found == "refused by Hydra" and "cannot be composed: " in str(result.problem)
+
+
 def test_impossible_batches_are_refused(root: Path) -> None:
     workspace = edit(root, ("ppo_mini_batch_size=64", "ppo_mini_batch_size=48"), ("GPUS=8", "GPUS=5"))
-    problem = check(workspace)["effective batch sizes"].problem
+    problem = check(workspace)["batch sizes"].problem
     assert problem is not None and "cannot be divided among 5 ranks" in problem
     assert "train_batch_size 128 is no multiple of ppo_mini_batch_size 48" in problem
 
@@ -145,8 +152,8 @@ def test_an_environment_without_hydra_or_python_is_told(root: Path, tmp_path: Pa
     (prefix / "bin" / "python3").write_text("#!/bin/sh\nexec /nowhere/python\n")
     (prefix / "bin" / "python3").chmod(0o755)
     results = check_training(Workspace(root), str(prefix), ASKED)
-    assert results.environment is None and results.results[-1].problem is not None
-    assert "cannot be asked" in results.results[-1].problem
+    assert results.environment is None
+    assert ["cannot be asked" in str(result.problem) for result in results.results] == [False, True, False]
 
 
 def test_a_relative_training_environment_is_found_from_anywhere(

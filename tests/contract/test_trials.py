@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from agent.tensors import read_batches_given
 from scripted_workspace import TRAIN_SH, install_trainer
 from trials.checkpoints import complete_steps, read_checkpoints, repair_tracker, set_back
 from trials.runner import Attempt, Ended, TrialSpec, Validation, read_history
@@ -168,3 +170,21 @@ def test_the_stand_in_for_the_data_loader_resumes_like_the_real_one() -> None:
             again = type(loader)(list(range(4)), batch_size=None) if loader is real else Loader(4)
             again.load_state_dict(state)
             assert [list(again), list(again)] == [list(range(given, 4)), list(range(4))], (type(loader), given)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_place_in_the_data_is_read_from_what_the_real_loader_saves(tmp_path: Path, workers: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = stateful(list(range(24)), batch_size=4, num_workers=workers, shuffle=True)
+    iterator = iter(loader)
+    for given in range(1, 4):
+        next(iterator)
+        torch.save(loader.state_dict(), tmp_path / "data.pt")
+        assert read_batches_given(tmp_path / "data.pt") == given
+    again = stateful(list(range(24)), batch_size=4, num_workers=workers, shuffle=True)
+    again.load_state_dict(torch.load(tmp_path / "data.pt"))
+    assert len(list(again)) == 3
+    torch.save({"batches": 3}, tmp_path / "data.pt")
+    assert read_batches_given(tmp_path / "data.pt") is None
+    (tmp_path / "data.pt").write_bytes(b"PK")
+    assert read_batches_given(tmp_path / "data.pt") is None and read_batches_given(tmp_path / "no.pt") is None

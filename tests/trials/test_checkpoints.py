@@ -11,7 +11,9 @@ from trials.checkpoints import (
     complete_steps,
     delete_checkpoints,
     delete_over_limit,
+    describe_data_place,
     folder_bytes,
+    list_problems,
     read_checkpoints,
     read_tracker,
     read_world_size,
@@ -160,6 +162,32 @@ def test_going_back_from_the_only_checkpoint_begins_anew(tmp_path: Path) -> None
     assert not (tmp_path / TRACKER).exists() and complete_steps(tmp_path) == []
     bring_back(tmp_path)
     assert complete_steps(tmp_path) == [20] and read_tracker(tmp_path) == 20
+
+
+def test_what_cannot_be_used_is_told_before_it_is_removed(folder: Path) -> None:
+    (folder / "global_step_40" / "data.pt").unlink()
+    assert list_problems(folder) == ["step 40 cannot be used: data.pt is missing: the save did not finish"]
+    assert repair_tracker(folder) == 20 and list_problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "per_epoch", "given", "words"),
+    [
+        (10, 8, 2, "epoch 2 after 2 of 8 batches; by data.pt, 2 batches were given"),
+        (16, 8, 8, "epoch 3 after 0 of 8 batches; by data.pt, 8 batches were given"),  # its iterator is used up
+        (16, 8, 0, "epoch 3 after 0 of 8 batches; by data.pt, 0 batches were given"),
+        (
+            10,
+            8,
+            0,
+            "epoch 2 after 2 of 8 batches; but by data.pt, 0 batches were given: questions are repeated or left out",
+        ),
+        (10, 8, None, "epoch 2 after 2 of 8 batches; data.pt does not tell its place"),
+        (10, None, 3, "steps per epoch unknown; by data.pt, 3 batches were given"),
+    ],
+)
+def test_the_place_in_the_data_is_told(step: int, per_epoch: int | None, given: int | None, words: str) -> None:
+    assert describe_data_place(step, per_epoch, given) == words
 
 
 def test_disk_is_kept_under_a_limit_by_losers_alone(folder: Path) -> None:

@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from agent.config import load_config
+from agent.errors import ConfigError
+from trials import environment as environment_module
 from trials.effective import configuration_problems, nearest_keys, relied_on
 from trials.environment import (
     EnvironmentUnusable,
     TrainingEnvironment,
+    TrainingRequest,
     default_prefix,
     find_python,
     read_training_environment,
@@ -26,7 +31,7 @@ def ask(verl: Path | None = None, *overrides: str, flags: dict[str, str] | None 
     environment = child_environment(os.environ, None, "test")
     if verl is not None:
         environment["PYTHONPATH"] = str(verl)
-    return read_training_environment(environment, Path("/"), list(overrides), flags)
+    return read_training_environment(environment, Path("/"), TrainingRequest(list(overrides), flags or {}))
 
 
 # ---- what it is -------------------------------------------------------------------------------------------------------
@@ -57,7 +62,7 @@ def test_a_folder_in_which_python_starts_comes_first(tmp_path: Path) -> None:
 def test_another_environment_answers_for_itself(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "other")], check=True)
     environment = child_environment(os.environ, str(tmp_path / "other"), "test")
-    found = read_training_environment(environment, Path("/"), ["a=1"])
+    found = read_training_environment(environment, Path("/"), TrainingRequest(["a=1"]))
     assert Path(found.prefix) == tmp_path / "other" and found.python.startswith(str(tmp_path / "other"))
     assert found.versions == {} and found.core_algos is None and found.configuration is None
     assert list((tmp_path / "other").rglob("__pycache__")) == []
@@ -74,12 +79,57 @@ def test_one_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
         read_training_environment(child_environment(os.environ, str(tmp_path), "test"), Path("/"))
 
 
+def test_one_that_hangs_is_named_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nsleep 61 &\necho $! >{tmp_path}/child\nwait\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("trials.environment._FIRST_ANSWER_S", 1.0)
+    with pytest.raises(EnvironmentUnusable, match="it did not answer within 1 s; set training_env to one that works"):
+        read_training_environment(child_environment(os.environ, str(tmp_path), "test"), Path("/"))
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/cmdline")
+    deadline = time.monotonic() + 10
+    while child.exists() and child.read_bytes():  # not a zombie's
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+CORE_ALGOS = {
+    "raise RuntimeError('two\\nlines')": "RuntimeError: two lines",
+    "import sys; sys.exit(0)": "SystemExit: 0",
+    "import os; os._exit(0)": "it ends Python, or never comes back",
+    "import signal, os; os.kill(os.getpid(), signal.SIGKILL)": "it ends Python, or never comes back",
+    "import nowhere": "ModuleNotFoundError: No module named 'nowhere'",
+    "while True: pass": "TimeoutError: takes longer than 1 s",
+    "print('grpo')": None,
+}
+
+
+@pytest.mark.parametrize("text", CORE_ALGOS)
+def test_what_verl_imports_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    package = tmp_path / "verl" / "trainer" / "ppo"
+    package.mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").touch()
+    (package / "core_algos.py").write_text(text)
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        environment_module._PROBE.read_text(encoding="utf-8").replace("LOAD_LIMIT_S = 90", "LOAD_LIMIT_S = 1")
+    )
+    monkeypatch.setattr("trials.environment._PROBE", probe)
+    environment = {**child_environment(os.environ, None, "test"), "PYTHONPATH": str(tmp_path)}
+    found = read_training_environment(environment, Path("/"), TrainingRequest(imports_verl=True))
+    assert found.faults == ({"core_algos": CORE_ALGOS[text]} if CORE_ALGOS[text] else {})
+    assert found.versions["ray"]
+
+
 def test_the_workspaces_conda_folder_is_the_default(tmp_path: Path) -> None:
     assert default_prefix(tmp_path) is None
     python = tmp_path / "conda" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert default_prefix(tmp_path) is None  # not executable
+    config = load_config(None, [f"workspace={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"conda has no bin/python3; restore it, or set training_env to"):
+        config.training_prefix()  # not executable: never the next Python on PATH
     python.chmod(0o755)
     assert default_prefix(tmp_path) == tmp_path / "conda" and find_python(tmp_path / "conda") == python
 

@@ -94,6 +94,7 @@ def test_whole_lines_stay_apart() -> None:
     "noise",
     [
         "validation generation end",
+        "(raylet) file_system_monitor.cc:116: /tmp/ray/session is over 95% full, available space: 41.2 GB; capacity: 4 TB.",
         "step: 97 - actor/entropy:1",
         "- a bullet of an answer",
         "42",

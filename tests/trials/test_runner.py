@@ -128,6 +128,12 @@ def test_an_attempt_waits_for_the_memory_of_its_gpus(
         ),
         ("kill -9 $$", {}, "killed", "killed by a signal"),
         (steps(1, 2, 3, entropy="nan"), {"total_steps": 9}, "non_finite", "not finite for 3 steps"),
+        (
+            steps(1, 2, 3).replace("pg_loss:0.1", "grad_norm:nan"),
+            {"total_steps": 9},
+            "non_finite",
+            "not finite for 3 steps",
+        ),
         ("sleep 60", {"startup_timeout_s": 0.5}, "startup_hang", "no training step within"),
         (steps(1, 2) + "\nsleep 60", {"stall_timeout_s": 0.5}, "stall", "no step line for"),
         (steps(1), {"configuration_id": 5}, "bad_configuration", "shows overlay configuration None, expected 5"),

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -352,3 +353,60 @@ def test_a_removed_key_cannot_be_set() -> None:
 def test_other_differences_are_noticed() -> None:
     with pytest.raises(ScriptError, match="more than their overrides"):
         differing_overrides(SCRIPT, SCRIPT.replace("echo done", "echo else"))
+
+
+# ---- scripts that would take for ever, or end early -------------------------------------------------------------------
+
+COMMAND = "python3 -m verl.trainer.main_ppo a.b=$X\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("X=$((9**9**9))\n", "$((9**9**9)) is not understood"),
+        ("X=$((2**63))\n", "is not understood"),
+        ("X=$((" + "-" * 20000 + "1))\n", "is not understood"),
+        ("A=xx\n" + "".join("A=$A$A\n" for _ in range(60)) + "X=$A\n", "$A is longer than 65536 characters"),
+        ("A=\n" + "".join("A=$A$A\n" for _ in range(60)) + "X=1$A\n", ""),
+        ("A=1\n" + "A=$A\n" * 2000 + "X=$A\n", "recursion"),
+        ("# " + "x" * 2**20 + "\nX=1\n", "are more than a training script's 65536"),
+        ("".join(f"X{i}=1\n" for i in range(3000)) + "X=()\n: " + '"${X[@]}" ' * 2000 + "\nX=1\n", ""),
+    ],
+)
+def test_no_script_takes_long(text: str, words: str) -> None:
+    start = time.process_time()
+    try:
+        assert (TrainScript(text + COMMAND).get("a.b"), words) == ("1", "")
+    except ScriptError as error:
+        assert words and words in str(error)
+    assert time.process_time() - start < 2
+
+
+def test_arithmetic_is_bashs() -> None:
+    for said in ("-7/2", "-7%3", "7%-3", "2**62", "2**0", "(1+2)*-3", "9223372036854775807/3"):
+        known = TrainScript(f"X=$(({said}))\n{COMMAND}").get("a.b")
+        assert known == subprocess.check_output(["bash", "-c", f"echo $(({said}))"], text=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("exit 1", 1),
+        ("set -e\nexit", 2),
+        ("{ exit 0; }", 1),
+        ("exec bash other.sh", 1),
+        ("exec >log 2>&1", None),
+        ("[ -d /x ] || exit 1", None),
+        ("if [ ! -d /x ]; then\n  exit 1\nfi", None),
+        ("fail() { exit 1; }", None),
+        ("( exit 1 )", None),
+        ("case $1 in -h) exit 0 ;; esac", None),
+    ],
+)
+def test_a_script_that_ends_before_it_trains_is_named(before: str, line: int | None) -> None:
+    script = TrainScript(f"{before}\n{COMMAND}exit 0\n")
+    problems = [problem for problem in script.problems({}) if "ends the script" in problem]
+    assert [problem.split(":")[0] for problem in problems] == ([f"line {line}"] if line else [])
+    if line:
+        said = subprocess.run(["bash", "-c", script.text.replace(COMMAND, "echo trained")], capture_output=True)
+        assert said.stdout == b""

@@ -1,6 +1,8 @@
 """``python -m verl_overlay``: list, show, install, check, revert, errors in one line, and the page of methods."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,7 +102,8 @@ def test_force_needs_a_place_for_the_edited_file(core_algos: Path, capsys: pytes
     output(capsys, "install", path)
     core_algos.write_text(core_algos.read_text().replace("LOG_RATIO_LIMIT = 20.0", "LOG_RATIO_LIMIT = 2.0"))
     edited = core_algos.read_text()
-    assert "edited by hand inside the overlay block" in failure(capsys, "install", path)
+    refusal = failure(capsys, "install", path)
+    assert "edited by hand inside the overlay block" in refusal and "`install --force --backup DIR`" in refusal
     assert "--backup DIR" in failure(capsys, "install", path, "--force")
     assert core_algos.read_text() == edited
     output(capsys, "install", path, "--force", "--backup", str(backup))
@@ -150,3 +153,30 @@ def test_the_page_of_methods_is_up_to_date(capsys: pytest.CaptureFixture[str]) -
     assert output(capsys, "list", "--markdown") == page.splitlines()
     rows = [line.replace("\\|", "").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert [row[0].strip("| `") for row in rows] == list(PRESETS) and {len(row) for row in rows} == {8}
+
+
+def run(redirection: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a shell of its own, its output redirected."""
+    line = f'exec "{sys.executable}" -m verl_overlay "$@" {redirection}'
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        ["bash", "-c", line, "-", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "> >(true)"])
+def test_an_output_that_takes_nothing_is_one_line(redirection: str) -> None:
+    result = run(redirection, "list", "--markdown")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: standard output cannot be written: ") and result.returncode == 1
+    assert run(">&-", "list").stderr == ""
+
+
+def test_an_ascii_locale_does_not_matter(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    core_algos = build_verl(tmp_path / "tür", "registry")
+    core_algos.write_text(core_algos.read_text() + "# für alle\n", encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    assert run("", "install", str(core_algos), **ascii_only).returncode == 0
+    result = run("", "check", str(core_algos), **ascii_only)
+    assert result.returncode == 0 and result.stdout.endswith("the overlay is in force\n"), result.stdout + result.stderr

@@ -289,6 +289,7 @@ def test_install_is_idempotent_and_revert_is_exact(tmp_path: Path, shape: str, e
     assert first.changed and first.original_sha256 == hashlib.sha256(original).hexdigest()
     assert once.startswith(original) and first.installed_sha256 == hashlib.sha256(once).hexdigest()
     assert first.backup is not None and first.backup.read_bytes() == original
+    assert stat.S_IMODE(first.backup.stat().st_mode) == 0o640
     again = overlay.install(core_algos, STARE, tmp_path / "backup")
     assert not again.changed and core_algos.read_bytes() == once
     other = overlay.install(core_algos, {"clip_high": 0.28})
@@ -303,6 +304,34 @@ def test_install_is_idempotent_and_revert_is_exact(tmp_path: Path, shape: str, e
     assert not overlay.is_installed(core_algos) and not overlay.revert(core_algos)
     assert [entry.name for entry in core_algos.parent.iterdir() if entry.name.startswith(".core_algos")] == []
     assert len(list((tmp_path / "backup").iterdir())) == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from verl_overlay import install
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+install.install(Path(sys.argv[1]), {}, BACKUP and Path(BACKUP))
+"""
+
+
+@pytest.mark.parametrize("action", ["install", "check", "revert"])
+def test_what_a_killed_install_left_is_removed(core_algos: Path, tmp_path: Path, action: str) -> None:
+    folder, backup = core_algos.parent, tmp_path / "backup"
+    for place in (repr(str(backup)), "None"):  # killed while it writes the backup, and while it writes the file itself
+        program = [sys.executable, "-c", KILLED.replace("BACKUP", place), str(core_algos)]
+        assert subprocess.run(program, cwd=Path(__file__).parents[2]).returncode == -9
+    mine = folder / f".core_algos.py.{os.getppid()}.part"
+    mine.touch()  # of a process that is alive
+    assert len(list(folder.glob(".core*"))) == 2 and len(list(backup.glob(".core*"))) == 1
+    if action == "install":
+        overlay.install(core_algos, {}, backup)
+        assert len(list(backup.iterdir())) == 1
+    elif action == "check":
+        overlay.check(core_algos, sys.executable)
+    else:
+        overlay.revert(core_algos)
+    assert list(folder.glob(".core*")) == [mine]
 
 
 def test_windows_line_endings_survive(core_algos: Path) -> None:

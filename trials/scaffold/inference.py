@@ -68,7 +68,7 @@ def write_answers(model: Path, test: Path, target: Path, response_tokens: int) -
     )
     prompts = [tokenizer(chat, add_special_tokens=False)["input_ids"] for chat in chats]
     answer = answer_with_vllm if find_spec("vllm") else answer_with_transformers
-    with target.open("w") as file:
+    with target.open("w", encoding="utf-8") as file:
         for sample_id, prompt, response in zip(ids, prompts, answer(model, prompts, response_tokens), strict=True):
             text = tokenizer.decode(response, skip_special_tokens=True)
             line = {"sample_id": sample_id, "prompt": prompt, "response": response, "text": text}
@@ -124,7 +124,7 @@ def write_results(model: Path, answers: Path, output: Path) -> None:
     ids: list[int] = []
     texts: list[str] = []
     logits = LogitsFile(output / "math_results_logits.pt.partial")
-    with answers.open() as file:
+    with answers.open(encoding="utf-8") as file:
         for line in file:
             answer = json.loads(line)
             ids.append(answer["sample_id"])

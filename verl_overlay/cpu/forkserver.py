@@ -200,7 +200,7 @@ def _children() -> list[int]:
     """Process ids whose parent is this process."""
     me, found = str(os.getpid()), []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="utf-8") as stat:
             if stat.read().rpartition(")")[2].split()[1] == me:
                 found.append(int(name))
     return found

@@ -201,7 +201,7 @@ class _FastStart:
         deadline = time.monotonic() + HEAD_WAIT_S
         while time.monotonic() < deadline:
             if self._address.exists():
-                return self._address.read_text()
+                return self._address.read_text(encoding="utf-8")
             if not _is_alive(self._head.pid):
                 return None
             time.sleep(0.02)
@@ -230,7 +230,7 @@ def _write_client(path: Path, socket_path: str, python: str) -> str:
     """The command Ray takes for its interpreter: a shell script, as no `#!` line takes a path with spaces."""
     client = str(Path(__file__).with_name("fork_client.py"))
     words = " ".join(shlex.quote(word) for word in (python, "-IS", client, socket_path, python))
-    path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 

@@ -17,7 +17,7 @@ def main() -> None:
     sys.executable = python  # ray/_private/services.py builds the worker command from it
     node = Node(RayParams(**json.loads(options)), head=True, shutdown_at_exit=False)
     try:
-        with open(address_file + ".part", "w") as out:
+        with open(address_file + ".part", "w", encoding="utf-8") as out:
             out.write(node.gcs_address)
         os.rename(address_file + ".part", address_file)
         sys.stdin.read()
