@@ -34,7 +34,7 @@ class SystemTime:
 
     @property
     def boot_id(self) -> str:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
     def boot_s(self) -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME)

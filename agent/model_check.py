@@ -101,7 +101,7 @@ def _ask(workspace: Workspace, model: Path, request: Mapping[str, Any], run: Run
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
         return {"unchecked": "the model has no tokenizer files"}
     asked, told = model.with_name("model_check.json"), model.with_name("model_check_answer.json")
-    asked.write_text(json.dumps(request))
+    asked.write_text(json.dumps(request), encoding="utf-8")
     told.unlink(missing_ok=True)
     command = ["python3", "-c", _PROGRAM.read_text(encoding="utf-8"), str(asked), str(told)]
     try:
@@ -109,7 +109,7 @@ def _ask(workspace: Workspace, model: Path, request: Mapping[str, Any], run: Run
             command, what="the check of the merged model", log=model.with_name("model_check.log"), cwd=workspace.verl,
             timeout_s=_LIMIT_S, environment=merge_environment(workspace.verl),
         )  # fmt: skip
-        return dict(json.loads(told.read_text()))
+        return dict(json.loads(told.read_text(encoding="utf-8")))
     except (StageError, OSError, ValueError) as error:
         return {"unchecked": str(error)}
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from agent.checks import CheckResult, first_line, warning
 from agent.errors import PreflightError
 from agent.model_files import read_context
-from agent.workspace import Workspace
+from agent.workspace import Workspace, read_text
 from search_spaces.plain_files import require_file
 from trials.checkpoints import read_checkpoints
 from trials.environment import TrainingEnvironment
