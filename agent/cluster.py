@@ -84,9 +84,7 @@ class Engine:
             self._join(self.address)
         else:
             self._start()
-        signal.signal(
-            signal.SIGTERM, handler
-        )  # Ray puts one in its place that aborts, and takes it away when it is left
+        signal.signal(signal.SIGTERM, handler)  # Ray's own aborts; leaving Ray takes it away, too
 
     def _start(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -118,11 +116,12 @@ class Engine:
         threading.Thread(target=self._watch, args=(is_left,), daemon=True).start()
 
     def lost_process(self) -> str | None:
-        """Which process of the own Ray has died, None while all live."""
+        """Which process has died that the own Ray cannot do without: `gcs_server`, `raylet` or None."""
         node = ray_worker._global_node
         if self.address is not None or node is None:
             return None
-        return next((str(kind) for kind, _ in node.dead_processes()), None)
+        dead = {str(kind) for kind, _ in node.dead_processes()}
+        return next((kind for kind in ("gcs_server", "raylet") if kind in dead), None)
 
     def _watch(self, is_left: threading.Event) -> None:
         """End the driver when Ray's GCS has died: calls to Ray would wait, until Ray itself ends the driver without a word.

@@ -51,7 +51,8 @@ def send(number: int) -> Callable[[Run], None]:
 
 
 def kill_actor(run: Run) -> None:
-    """The Ray worker of the trial that trains."""
+    """The Ray worker of the trial that trains; between two calls it has another title."""
+    wait_until(lambda: bool(pids_of(run, "worker")))
     for pid in pids_of(run, "worker"):
         os.kill(pid, signal.SIGKILL)
 
