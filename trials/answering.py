@@ -53,7 +53,7 @@ def find_unknown_type(path: Path, trusted: bool) -> str | None:
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=trusted)
     except (KeyError, ValueError, OSError):
-        named = json.loads((path / "config.json").read_text())
+        named = json.loads((path / "config.json").read_text(encoding="utf-8"))
         kind = ", ".join(map(str, named.get("architectures") or [])) or "no architecture"
         return f"transformers does not know its architecture ({kind}, model_type {named.get('model_type')!r})"
     return None
@@ -147,13 +147,13 @@ def generate(model: Any, tokenizer: Any, request: dict[str, Any]) -> dict[str, A
 
 def main(request_file: Path, answer_file: Path) -> None:
     try:
-        found = answer(json.loads(request_file.read_text()))
+        found = answer(json.loads(request_file.read_text(encoding="utf-8")))
     except UnusableModel as error:
         found = {"problem": str(error)}
     except Exception as error:  # whatever a library does not like: the inference will tell
         line = (str(error).strip().splitlines() or ["no details"])[0][:300]
         found = {"unchecked": f"{type(error).__name__}: {line}"}
-    answer_file.write_text(json.dumps(found))
+    answer_file.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
