@@ -8,14 +8,18 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.job_config import JobConfig
@@ -23,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agent.errors import PreflightError, StageError
 from agent.slots import Ask, Node, Slots, SlotsBusy, count_slots
-from trials.guard import sweep
+from trials.guard import RUN_TAG, Guarded, sweep
 from trials.health import FailureKind
 from trials.runner import Ended, TrialSpec, Validation
 from trials.trainable import NodeAttempt
@@ -49,7 +53,9 @@ class Engine:
     """Short path for the own Ray's files; emptied."""
     log: Path
     name: str
-    """Unique per run."""
+    """The run's tag; unique per run."""
+    _left: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+    """What to do when it is left."""
 
     @property
     def identifier(self) -> str:
@@ -60,6 +66,7 @@ class Engine:
         kept = _JOINS_CLUSTER if self.address else ()
         for name in [name for name in os.environ if name.startswith("RAY_") and not name.startswith(kept)]:
             del os.environ[name]
+        os.environ[RUN_TAG] = self.name
         os.environ.update(
             TUNE_DISABLE_SIGINT_HANDLER="1",
             TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
@@ -71,24 +78,61 @@ class Engine:
         logging.raiseExceptions = False  # a full disk is told once, by the ledger
         logger = logging.getLogger("ray")
         logger.handlers, logger.propagate = [logging.FileHandler(self.log)], False
+        handler = signal.getsignal(signal.SIGTERM)
+        self._left.callback(signal.signal, signal.SIGTERM, handler)
         if self.address:
             self._join(self.address)
         else:
             self._start()
+        signal.signal(signal.SIGTERM, handler)  # Ray's own aborts; leaving Ray takes it away, too
 
     def _start(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        ray.init(
-            address="local",
-            num_cpus=self.cpu_slots,
-            num_gpus=None if self.cpu_slots is None else 0,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=80 * 2**20,
-            _temp_dir=str(self.folder),
-        )
+        # Some of Ray's processes outlive a killed driver: a guard of nothing notices its end and ends them.
+        guard = Guarded(
+            ["sleep", "infinity"], log=self.folder / "guard.log", env=os.environ, cwd=self.folder,
+            record=self.folder / "guard.json", scratch=self.folder,
+        )  # fmt: skip
+        self._left.callback(guard.close)
+        self._left.callback(ray.shutdown)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=self.cpu_slots,
+                num_gpus=None if self.cpu_slots is None else 0,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=80 * 2**20,
+                _temp_dir=str(self.folder),
+            )
+        except Exception as error:  # Ray raises bare ones, e.g. when one of its processes is killed meanwhile
+            self._left.close()
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StageError(f"Ray did not start: {line}; see {self.log}, then resume") from None
+        is_left = threading.Event()
+        self._left.callback(is_left.set)
+        threading.Thread(target=self._watch, args=(is_left,), daemon=True).start()
+
+    def lost_process(self) -> str | None:
+        """Which process has died that the own Ray cannot do without: `gcs_server`, `raylet` or None."""
+        node = ray_worker._global_node
+        if self.address is not None or node is None:
+            return None
+        dead = {str(kind) for kind, _ in node.dead_processes()}
+        return next((kind for kind in ("gcs_server", "raylet") if kind in dead), None)
+
+    def _watch(self, is_left: threading.Event) -> None:
+        """End the driver when Ray's GCS has died: calls to Ray would wait, until Ray itself ends the driver without a word.
+
+        Guards end Ray's other processes and the trainers.
+        """
+        while self.lost_process() != "gcs_server" or is_left.is_set():
+            if is_left.wait(1.0):
+                return
+        os.write(2, f"error: Ray's gcs_server died (killed?); its last words: {self.log}; resume goes on\n".encode())
+        os._exit(StageError.exit_code)
 
     def _join(self, address: str) -> None:
         host, _, port = address.partition(":")
@@ -97,6 +141,7 @@ class Engine:
                 socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
             job = JobConfig(ray_namespace=self.identifier, _py_driver_sys_path=[_SOURCE])
             ray.init(address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR)
+            self._left.callback(ray.shutdown)
         except (OSError, RayError, RuntimeError, ValueError) as error:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise PreflightError(
@@ -105,9 +150,7 @@ class Engine:
             ) from None
 
     def __exit__(self, *exception: object) -> None:
-        ray.shutdown()
-        if not self.address:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._left.close()
 
 
 def driver_environment() -> dict[str, str]:

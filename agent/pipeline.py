@@ -51,6 +51,7 @@ from agent.rungs import plan_rungs, trial_overrides
 from agent.script_checks import known
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
+    LOGITS,
     Submission,
     is_copy,
     is_published,
@@ -84,6 +85,7 @@ from trials.runner import (
     attempt_seconds,
     last_line,
     read_history,
+    recover_history,
     trial_scratch,
     validations,
 )
@@ -147,11 +149,11 @@ class Pipeline:
         """A decision with its reason, so that the report can tell why."""
         self.record("decision", what=what, chosen=chosen, reason=reason)
 
-    def stage(self, name: str, inputs: Any, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run a stage unless its receipt with the same inputs is in the ledger; returns the receipt's facts."""
+    def stage(self, name: str, inputs: Any, work: Callable[[], dict[str, Any]], again: bool = False) -> dict[str, Any]:
+        """Run a stage unless its receipt with the same inputs is in the ledger (or `again`); returns the receipt's facts."""
         key = digest(inputs)
         receipt = self.state().stages.get(name)
-        if receipt is not None and receipt["inputs"] == key:
+        if receipt is not None and receipt["inputs"] == key and not again:
             return receipt
         self.record("stage_started", stage=name)
         started_s = self.clock.elapsed_s()
@@ -359,8 +361,9 @@ class Pipeline:
             self.record("interrupted")
             raise Interrupted(f"{error}; `python run_agent.py resume {self.folder.path}` goes on") from None
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            if not self._stop.is_set():  # else a second Ctrl-C during the last words still ends without a traceback
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
 
     def _require_running(self) -> None:
         if self._stop.is_set():
@@ -374,7 +377,8 @@ class Pipeline:
         if self.config.ray_address is not None:
             self._sweep_nodes()
         self._remove_scripts()
-        shutil.rmtree(self.folder.ray_tmpdir, ignore_errors=True)
+        for path in (self.folder.ray_tmpdir, self.folder.tune):
+            shutil.rmtree(path, ignore_errors=True)
         for trial in self.state().trials.values():
             if trial.outcome is None:
                 self._recover(trial)
@@ -408,7 +412,7 @@ class Pipeline:
             self.record("attempt_lost", trial=trial.trial, attempt=trial.attempts, seconds=seconds, reason=reason)
         known = {score.step for score in trial.scores}
         initial = self._measured_initial_entropy()
-        history = read_history(self.folder.trial(trial.trial))
+        history = recover_history(self.folder.trial(trial.trial), trial.attempts)
         for validation in validations(history, self.dev_rows, self.config.objective.dev_metric):
             if initial and validation.step not in known and validation.step > 0:
                 self.record("trial_scored", trial=trial.trial, **self._score(trial.kind, initial)(validation))
@@ -783,8 +787,7 @@ class Pipeline:
                 may_start=self._may_start,
                 stop_file=self.folder.stop_file,
                 on_end=self._after_trial,
-                scratch=self.folder.path / "tune",
-                run_tag=self.folder.tag,
+                scratch=self.folder.tune,
             )
             self._require_running()
             trials = self.state().search_trials
@@ -1201,9 +1204,12 @@ class Pipeline:
             return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
 
         with Lock(folder / "lock", f"the submission {folder}", must_stop):  # waits for an export of the same checkpoint
-            for name, work in (("merge", merge), ("inference", infer), ("validate", validate)):
+            again = False
+            parts = (("merge", model, merge), ("inference", results / LOGITS, infer), ("validate", results, validate))
+            for name, made, work in parts:
                 self._require_running()
-                receipt = self.stage(name, origin, work)
+                again = again or not made.exists()  # what was made is gone
+                receipt = self.stage(name, origin, work, again)
         submission = Submission(**receipt["submission"])
         self._publish(submission, chosen)
         return submission

@@ -46,6 +46,11 @@ class RunFolder:
         return short_scratch(self.tag)
 
     @property
+    def tune(self) -> Path:
+        """Tune's own files, worth nothing after a search."""
+        return self.path / "tune"
+
+    @property
     def stop_file(self) -> Path:
         return self.path / "stop_requested"
 

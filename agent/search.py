@@ -31,7 +31,6 @@ from agent.ledger import RunState, Score, TrialState
 from agent.objective import WORST, standard_error
 from agent.slots import ON_CPU, Ask, SlotsBusy
 from search_spaces.space import Configuration, SearchSpace
-from trials.guard import RUN_TAG
 from trials.health import ATTEMPTS, FailureKind
 from trials.runner import TrialSpec
 from trials.trainable import Scorer, TrialTrainable, read_place
@@ -91,7 +90,6 @@ def run_search(
     stop_file: Path,
     on_end: Callable[[], None],
     scratch: Path,
-    run_tag: str,
 ) -> str | None:
     """Run trials until the plan's number has been started and is over, time is over, a person stops it, or the circuit
     breaker opens. A trial for which time was over, or whose node was lost, may be left without an end; for the latter call
@@ -112,7 +110,6 @@ def run_search(
         stop_file: created to interrupt running trials at once.
         on_end: called after each trial that ended.
         scratch: folder for Tune's own files; emptied.
-        run_tag: marks Ray's processes as the run's.
 
     Raises:
         PreflightError: no node has the GPUs of a trial, or others hold them.
@@ -126,9 +123,14 @@ def run_search(
     searcher = LedgerSearch(plan, record, state, prepare, must_stop, on_end, lost_workers, may_start)
     scheduler = LedgerASHA(plan.rungs, plan.reduction_factor, plan.dev_rows, lost_workers)
     scheduler.refill(comparable_trials(state, plan.ask))
-    stopper = _Stopper(lambda: must_stop() or time_is_over() or searcher.is_broken, searcher.watch_waiting, stop_file)
+
+    def is_over() -> bool:
+        return must_stop() or time_is_over() or searcher.is_broken or engine.lost_process() is not None
+
+    stopper = _Stopper(is_over, searcher.watch_waiting, stop_file)
     shutil.rmtree(scratch, ignore_errors=True)
-    os.environ[RUN_TAG] = run_tag
+    if not must_stop():
+        stop_file.unlink(missing_ok=True)  # of a search that ended because Ray had lost a process
     with engine:
         slots, resources = _reserve(plan)
         os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = str(slots)  # by default the workers would start one after the other

@@ -37,13 +37,26 @@ exec python3 -m verl.trainer.main_ppo \\
   "$@"
 """
 
-MAIN_PPO = """
-import json, os, re, signal, sys, time, zipfile
+HOLD = """
+import json, os, time
 from pathlib import Path
+
+behaviour = json.loads(os.environ.get("SCRIPTED", "{}"))
+
+def hold(phase):
+    # Wait in a phase for whatever the test does to us, once: `hold` is a folder in which each phase leaves a file.
+    marker = Path(behaviour.get("hold", "/nowhere")) / phase
+    if marker.parent.is_dir() and not marker.exists():
+        marker.touch()
+        time.sleep(3600)
+
+"""
+
+MAIN_PPO = """
+import re, signal, sys, zipfile
 from verl_overlay import install
 
 options = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
-behaviour = json.loads(os.environ.get("SCRIPTED", "{}"))
 here = Path(__file__).resolve().parents[1]
 configuration = install.read_configuration(here / "trainer" / "ppo" / "core_algos.py")
 if os.environ.get("VERL_OVERLAY"):
@@ -58,12 +71,17 @@ if behaviour.get("ignore_term"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("some noise - step: not a step line", flush=True)
 time.sleep(behaviour.get("startup_s", 0.1))
+if not json.loads(os.environ.get("VERL_OVERLAY", "{}")):  # baseline or full run
+    behaviour.pop("hold", None)
+hold("start-up")
 
 holds = configuration.get("token_rule") == "stare"
 damped = float(configuration.get("negative_weight", 1.0))
 for step in range(start, total + 1):
     if step > start:
         time.sleep(behaviour.get("step_s", 0.05))
+    if step == 3:
+        hold("step")
     if step == behaviour.get("crash_at"):
         print("ValueError: scripted crash")
         sys.exit(1)
@@ -77,12 +95,16 @@ for step in range(start, total + 1):
         fields += [f"actor/entropy:{entropy}", "actor/pg_loss:0.1", "actor/grad_norm:np.float64(0.5)"]
         fields += [f"actor/overlay/configuration_id:{identity}", "timing_s/step:0.05"]
     if step % test == 0 or step == total:
+        if step == 6:
+            hold("validation")
         accuracy = 0.3 + 0.4 * step / total
         fields += [f"val-core/a - b/acc/mean@1:np.float64({accuracy})", f"val-core/c/acc/mean@1:{accuracy}"]
     if step > start and (step % save == 0 or step == total):
         actor = folder / f"global_step_{step}" / "actor"
         actor.mkdir(parents=True, exist_ok=True)
         for name in (actor / "model_world_size_1_rank_0.pt", actor.parent / "data.pt"):
+            if step == 4 and name.name == "data.pt":
+                hold("checkpoint")
             with zipfile.ZipFile(name, "w") as file:
                 file.writestr("data", f"{step} {identity}")
         tracker.write_text(str(step))
@@ -127,8 +149,7 @@ sys.meta_path.append(Finder())
 """
 
 MERGER = """
-import argparse, json, shutil, sys
-from pathlib import Path
+import argparse, shutil
 import numpy as np
 from safetensors.numpy import load_file, save_file
 parser = argparse.ArgumentParser()
@@ -137,6 +158,8 @@ parser.add_argument("--target_dir", required=True)
 options = parser.parse_args()
 base = Path(__file__).resolve().parents[4] / "data" / "checkpoints" / "base"
 shutil.copytree(base, options.target_dir)
+if "full" in options.local_dir:
+    hold("merge")
 weights = load_file(base / "model.safetensors")
 save_file({name: value + np.float32(0.5) for name, value in weights.items()}, Path(options.target_dir) / "model.safetensors")
 """
@@ -150,14 +173,15 @@ exec python3 "$HERE/inference.py" "$1" "${OUTPUT_DIR:-$HERE/../../data/outputs}"
 
 INFERENCE_PY = """
 import sys
-from pathlib import Path
 import pandas as pd, torch
 root = Path(__file__).resolve().parents[2]
 test = pd.read_parquet(root / "data/datasets/math.8k/test.parquet")
 out = Path(sys.argv[2])
 results = pd.DataFrame({"sample_id": test["sample_id"], "output": [r"Answer:\\\\boxed{1}"] * len(test)})
 results.to_parquet(out / "math_results.parquet", index=False)
-torch.save([torch.randn(3, 32) for _ in range(len(test))], out / "math_results_logits.pt")
+if "full" in sys.argv[1]:
+    hold("inference")
+torch.save([torch.randn(behaviour.get("tokens", 3), 32) for _ in range(len(test))], out / "math_results_logits.pt")
 """
 
 
@@ -196,12 +220,12 @@ def build_scripted_workspace(root: Path, on_gpus: bool = False) -> Path:
     (verl / "verl" / "__init__.py").write_text(VERL)
     for package in ("verl/trainer", "verl/trainer/ppo"):
         (verl / package / "__init__.py").touch()
-    (verl / "verl" / "trainer" / "main_ppo.py").write_text(MAIN_PPO)
+    (verl / "verl" / "trainer" / "main_ppo.py").write_text(HOLD + MAIN_PPO)
     (verl / "scripts").mkdir()
-    (verl / "scripts" / "model_merger.py").write_text(MERGER)
+    (verl / "scripts" / "model_merger.py").write_text(HOLD + MERGER)
     scripts = root / "task" / "scripts"
     scripts.mkdir()
-    for name, text in (("train.sh", TRAIN_SH), ("inference.sh", INFERENCE_SH), ("inference.py", INFERENCE_PY)):
+    for name, text in (("train.sh", TRAIN_SH), ("inference.sh", INFERENCE_SH), ("inference.py", HOLD + INFERENCE_PY)):
         (scripts / name).write_text(text.replace("trainer.device=cpu", ON_GPUS) if on_gpus else text)
     data = root / "data" / "datasets" / "math.8k"
     data.mkdir(parents=True)

@@ -61,7 +61,7 @@ class Guarded:
             log: file to which stdout and stderr are appended.
             env: the whole environment of the command.
             cwd: its working directory.
-            scratch: folder that is removed once nothing of the command is left.
+            scratch: folder that is removed once nothing of the command is left, with what Ray has running there.
             record: file that gets `{"guard_pid": …, "pid": …, "started_s": …}` as JSON.
             grace_s: seconds between TERM and KILL on a stop.
         """
@@ -135,11 +135,12 @@ def sweep(tag: str, *, variable: str = RUN_TAG, grace_s: float = 3.0) -> list[in
 
 
 def sweep_holders(folder: Path, *, grace_s: float = 3.0) -> list[int]:
-    """End every process that holds a file below `folder` open, also a deleted one; returns their process ids.
+    """End every process of a run that holds a file below `folder` open, also a deleted one; returns their process ids.
 
-    Ray's helpers overwrite their environment with their title, so their tag cannot be read; their logs give them away.
+    Ray's helpers overwrite their environment with a title, so their tag cannot be read; their logs give them away. Whoever
+    else looks at such a file is left alone.
     """
-    return _sweep(lambda pid: _holds_file(pid, f"{folder}/"), grace_s)
+    return _sweep(lambda pid: _is_of_a_run(pid) and _holds_file(pid, f"{folder}/"), grace_s)
 
 
 def _sweep(is_meant: Callable[[int], bool], grace_s: float) -> list[int]:
@@ -161,6 +162,15 @@ def _has_tag(pid: int, tag: str) -> bool:
     except OSError:
         return False
     return tag.encode() in environ.split(b"\0")
+
+
+def _is_of_a_run(pid: int) -> bool:
+    """Whether a process has a run's tag or a title by Ray."""
+    try:
+        environ, command = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
+    except OSError:
+        return False
+    return command.startswith(b"ray::") or any(word.startswith(f"{RUN_TAG}=".encode()) for word in environ.split(b"\0"))
 
 
 def _holds_file(pid: int, prefix: str) -> bool:
@@ -263,6 +273,7 @@ def _guard(text: str) -> None:
             os.write(2, f"cannot start {spec['command'][0]}: {error}\n".encode())
         _end_descendants(0.5, _reap)
     if spec["scratch"]:
+        sweep_holders(Path(spec["scratch"]))
         shutil.rmtree(spec["scratch"], ignore_errors=True)
     with suppress(BrokenPipeError):
         os.write(spec["status"], f"{exit_code}\n".encode())

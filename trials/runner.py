@@ -33,6 +33,7 @@ OVERLAY_FOLDER_VARIABLE = "VERL_OVERLAY_FOLDER"
 OVERLAY_RESUMED_VARIABLE = "VERL_OVERLAY_RESUMED_STEP"
 """Step of the checkpoint that the training goes on from; the overlay takes up its state of that step."""
 
+FILE_LOG = "verl_metrics.jsonl"
 ENTROPY_WINDOW_STEPS = 4
 """The entropy of a validation is the mean over this many last training steps."""
 
@@ -102,7 +103,7 @@ class TrialSpec:
     @property
     def file_log(self) -> Path:
         """Where verl's file logger writes if train.sh turns it on: a file per attempt, because verl opens it anew."""
-        return self.attempt_folder / "verl_metrics.jsonl"
+        return self.attempt_folder / FILE_LOG
 
     @property
     def overlay_folder(self) -> Path:
@@ -273,10 +274,7 @@ class Attempt:
             if earlier.step == metrics.step and not metrics.is_training_step:  # … and validates that one again
                 metrics = StepMetrics(metrics.step, {**earlier.values, **metrics.values})
         self._history.append(metrics)
-        seconds = round(self._last_line - self._started, 3)
-        record = {**metrics.to_record(), "attempt": self.spec.attempt, "seconds": seconds}
-        with (Path(self.spec.folder) / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        append_metrics(Path(self.spec.folder), metrics, self.spec.attempt, round(self._last_line - self._started, 3))
 
     def _judge(self, metrics: StepMetrics) -> Ended | None:
         """Whether the attempt must end because of what this step says."""
@@ -435,6 +433,26 @@ def _belongs_to_agent(name: str) -> bool:
 def _overlay_value(metrics: StepMetrics, name: str) -> float | None:
     """An overlay metric, whatever prefix this verl puts before it."""
     return next((value for key, value in metrics.values.items() if key.endswith(f"overlay/{name}")), None)
+
+
+def append_metrics(folder: Path, metrics: StepMetrics, attempt: int, seconds: float | None) -> None:
+    """Add a step to a trial's metrics.jsonl; `seconds` since the start of the attempt, None where unknown."""
+    record = {**metrics.to_record(), "attempt": attempt}
+    if seconds is not None:
+        record["seconds"] = seconds
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def recover_history(folder: Path, attempt: int) -> list[StepMetrics]:
+    """A trial's steps after its driver was killed: what the log of its last attempt shows beyond metrics.jsonl is added."""
+    known = read_history(folder)
+    read_up_to = max((m.step for m in known if m.get("attempt") == attempt), default=-1)
+    log = folder / f"attempt_{attempt}"
+    for metrics in LogReader(log / "log", log / FILE_LOG).read(is_final=True):
+        if metrics.step > read_up_to and (metrics.is_training_step or metrics.step not in {m.step for m in known}):
+            append_metrics(folder, metrics, attempt, None)
+    return read_history(folder)
 
 
 def read_history(folder: Path) -> list[StepMetrics]:

@@ -136,17 +136,17 @@ def test_the_scratch_folder_goes_with_the_command_even_when_the_caller_is_killed
     wait_for(lambda: not (tmp_path / "scratch").exists())
 
 
-def test_processes_that_hold_a_deleted_file_of_a_folder_are_found(tmp_path: Path) -> None:
-    for name in ("ours", "ours2"):
-        (tmp_path / name).mkdir()
+def test_processes_of_ray_that_hold_a_deleted_file_of_a_folder_are_found_and_no_others(tmp_path: Path) -> None:
     processes = []
-    for name in ("ours", "ours2"):
+    for name, title in (("ours", "ray::Agent"), ("ours", "tail"), ("ours2", "ray::Agent")):
+        (tmp_path / name).mkdir(exist_ok=True)
         with (tmp_path / name / "log").open("w") as log:
-            processes.append(subprocess.Popen(["sleep", "600"], stdout=log))
+            processes.append(subprocess.Popen([title, "600"], executable="/usr/bin/sleep", stdout=log))
     try:
         (tmp_path / "ours" / "log").unlink()
         assert sweep_holders(tmp_path / "ours") == [processes[0].pid]
-        assert processes[0].wait(5) == -signal.SIGTERM and processes[1].poll() is None
+        assert processes[0].wait(5) == -signal.SIGTERM
+        assert processes[1].poll() is None and processes[2].poll() is None
     finally:
         for process in processes:
             process.kill()

@@ -12,7 +12,16 @@ import pytest
 
 from trials.guard import RUN_TAG
 from trials.health import FailureKind, classify_exit
-from trials.runner import Attempt, Ended, TrialSpec, Validation, build_environment, read_history, validations
+from trials.runner import (
+    Attempt,
+    Ended,
+    TrialSpec,
+    Validation,
+    build_environment,
+    read_history,
+    recover_history,
+    validations,
+)
 
 STEP = "echo 'step:{0} - actor/entropy:{1} - actor/pg_loss:0.1 - val-core/d/acc/mean@1:0.{0}'"
 
@@ -162,6 +171,20 @@ def test_a_resumed_attempt_goes_on_where_the_first_left(make: Callable[..., Tria
     history = read_history(tmp_path / "t001")
     assert [(metrics.step, metrics.entropy) for metrics in history] == [(1, 0.8), (2, 0.4), (3, 0.4)]
     assert [validation.step for validation in validations(history, {"d": 10})] == [1, 2, 3]
+
+
+def test_what_a_killed_driver_had_not_read_is_recovered_from_the_log(
+    make: Callable[..., TrialSpec], tmp_path: Path
+) -> None:
+    run(make(steps(1, 2, entropy="0.8")))
+    log = tmp_path / "t001" / "attempt_2" / "log"
+    log.parent.mkdir()
+    unread = ["step:2 - val-core/d/acc/mean@1:0.2", "step:3 - actor/entropy:0.4", "step:4 - actor/entropy:0.3 - acto"]
+    log.write_text("\n".join(unread))
+    for _ in range(2):  # a second time adds nothing
+        history = recover_history(tmp_path / "t001", 2)
+        assert [(metrics.step, metrics.entropy) for metrics in history] == [(1, 0.8), (2, 0.8), (3, 0.4)]
+    assert len((tmp_path / "t001" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_of_a_repeated_step_the_newest_attempt_wins_and_odd_lines_are_skipped(tmp_path: Path) -> None:
