@@ -453,8 +453,8 @@ def is_full(folder: Path) -> bool:
 def _end_torn_line(file: Path) -> None:
     """A full disk may have left half a line, onto which the next one must not be written."""
     if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
-        with file.open("a") as opened:
-            opened.write("\n")
+        with file.open("ab") as opened:
+            opened.write(b"\n")
 
 
 def read_history(folder: Path) -> list[StepMetrics]:
