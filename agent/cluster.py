@@ -29,7 +29,7 @@ from agent.errors import PreflightError, StageError
 from agent.slots import Ask, Node, Slots, SlotsBusy, count_slots
 from trials.guard import RUN_TAG, Guarded, sweep
 from trials.health import FailureKind
-from trials.runner import Ended, TrialSpec, Validation
+from trials.runner import RAY_FULL_SHARE, Ended, TrialSpec, Validation
 from trials.trainable import NodeAttempt
 
 _SOURCE = str(Path(__file__).resolve().parents[1])
@@ -72,6 +72,7 @@ class Engine:
             TUNE_DISABLE_AUTO_CALLBACK_LOGGERS="1",
             TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S="0",
             RAY_USAGE_STATS_ENABLED="0",
+            RAY_local_fs_capacity_threshold=str(RAY_FULL_SHARE),
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_AIR_NEW_OUTPUT="0",  # the new output engine prints tables even at verbose=0
         )

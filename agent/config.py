@@ -33,7 +33,7 @@ class BudgetConfig(_Section):
     """So often a submission may be handed in; `export --count-evaluation` counts."""
     checkpoint_gb: float | None = Field(None, gt=0, strict=True)
     """Most disk for the checkpoints of one training, in GB: beyond it, those that can no longer be chosen are deleted. By
-    default only the checkpoints of trials that lost the search are deleted."""
+    default only the checkpoints of trials that lost the search are deleted, and others when the disk runs full."""
 
     @field_validator("total_hours", "training_hours", "inference_minutes", mode="before")
     @classmethod

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.checks import CheckResult, format_bytes, warning
+from agent.disk import GIB, Need, Sizes, add_up, estimate_sizes, group_by_volume, product
 from agent.machine import Machine, Volume, read_volume
 from trials.gpus import Gpu, select_visible
+from trials.runner import RAY_FULL_SHARE
 
-GIB = 2**30
 FREE_GPUS, DISK = "free GPUs", "disk of "
 """Names of checks whose failure a resumed run may itself have caused."""
-_CHECKPOINT_BYTES = 12
-"""Per parameter: weights and two optimizer moments in single precision."""
-_MERGED_BYTES = 4
-_LOGIT_BYTES = 4
 _RAY_TEMP_BYTES = {"cpu": GIB, "cuda": 8 * GIB}
 """Logs and spilled objects of one trial's Ray."""
 
@@ -52,6 +49,11 @@ class Demand:
     @property
     def needs_gpus(self) -> bool:
         return self.device != "cpu"
+
+    @property
+    def sizes(self) -> Sizes:
+        """What single things take on disk, as far as it can be known before anything is measured."""
+        return estimate_sizes(self.parameters, self.test_rows, self.response_tokens, self.vocabulary)
 
 
 def check_machine(
@@ -196,60 +198,42 @@ def _check_shared_memory(machine: Machine) -> CheckResult:
     return CheckResult(name, found)
 
 
-def forecast_disks(demand: Demand) -> list[tuple[Path, str, int | None, bool]]:
-    """What a run writes at its worst moment: (folder, what, bytes or None when unknown, whether it is only a ceiling)."""
-    save = demand.parameters * _CHECKPOINT_BYTES if demand.parameters is not None else None
-    logits = _product(demand.test_rows, demand.response_tokens, demand.vocabulary, _LOGIT_BYTES)
+def forecast_disks(demand: Demand) -> list[Need]:
+    """What a run writes at its worst moment."""
+    sizes = demand.sizes
     trials = demand.concurrent + 1
+    saves, full_saves = product(demand.trial_checkpoints, trials), demand.full_run_checkpoints
     temporary = _RAY_TEMP_BYTES.get(demand.device, _RAY_TEMP_BYTES["cuda"]) * demand.concurrent
     return [
-        (demand.runs, f"checkpoints of {trials} trials", _product(save, demand.trial_checkpoints, trials), False),
-        (demand.full_run_folder, "the full run's checkpoints", _product(save, demand.full_run_checkpoints), False),
-        (demand.runs, "the merged model", _product(demand.parameters, _MERGED_BYTES), False),
-        (demand.runs, "logits", logits, True),
-        (demand.outputs, "the published copy of the logits", logits, True),
-        (Path(tempfile.gettempdir()), "Ray's temporary files", temporary, True),
+        Need(demand.runs, f"checkpoints of {trials} trials", product(sizes.checkpoint, saves)),
+        Need(demand.full_run_folder, "the full run's checkpoints", product(sizes.checkpoint, full_saves)),
+        Need(demand.runs, "the merged model", sizes.model),
+        Need(demand.runs, "logits", sizes.longest_logits, is_ceiling=True),
+        Need(demand.outputs, "the published copy of the logits", sizes.longest_logits, is_ceiling=True),
+        Need(Path(tempfile.gettempdir()), "Ray's temporary files", temporary, is_ceiling=True),
     ]
-
-
-def _product(*factors: int | None) -> int | None:
-    result = 1
-    for factor in factors:
-        if factor is None:
-            return None
-        result *= factor
-    return result
 
 
 def check_disks(demand: Demand, volume_of: Callable[[Path], Volume]) -> list[CheckResult]:
     """One result per volume: what must fit fails, what may not fit at its ceiling warns."""
-    by_device: dict[int, list[tuple[Path, str, int | None, bool]]] = {}
-    volumes: dict[int, Volume] = {}
-    for item in forecast_disks(demand):
-        volume = volume_of(item[0])
-        volumes[volume.device] = volume
-        by_device.setdefault(volume.device, []).append(item)
-    return [_check_disk(volumes[device], items) for device, items in by_device.items()]
+    return [_check_disk(volume, needs) for volume, needs in group_by_volume(forecast_disks(demand), volume_of)]
 
 
-def _check_disk(volume: Volume, items: list[tuple[Path, str, int | None, bool]]) -> CheckResult:
-    name = f"{DISK}{items[0][0]}"
-    unknown = [what for _, what, size, _ in items if size is None]
-    certain = sum(size or 0 for _, _, size, is_ceiling in items if not is_ceiling)
-    most = sum(size or 0 for _, _, size, _ in items)
-    parts = ", ".join(f"{what} {format_bytes(size)}" for _, what, size, _ in items if size is not None)
+def _check_disk(volume: Volume, needs: list[Need]) -> CheckResult:
+    name = f"{DISK}{needs[0].folder}"
+    unknown = [need.what for need in needs if need.size is None]
+    certain, most = add_up(volume, needs)
+    parts = ", ".join(f"{need.what} {format_bytes(need.size)}" for need in needs if need.size is not None)
     found = f"{format_bytes(volume.free_bytes)} free; at most {parts or '?'}"
     found += f"; unknown: {', '.join(unknown)}" if unknown else ""
-    if volume.free_bytes < max(certain, GIB // 4):
+    if volume.free_bytes < certain:
         problem = f"{format_bytes(certain)} must fit; free space, move the folder or raise trainer.save_freq"
         return CheckResult(name, found, problem)
     if volume.free_bytes < most:
         problem = f"{format_bytes(most)} would be needed if all answers were as long as allowed; free space to be safe"
         return warning(name, found, problem)
-    if volume.used_share >= 0.95:
-        problem = (
-            f"{volume.used_share:.0%} full: Ray repeats a warning and refuses to spill objects; free space to be safe"
-        )
+    if volume.used_share >= RAY_FULL_SHARE:
+        problem = f"{volume.used_share:.1%} full: Ray refuses to spill objects; free space to be safe"
         return warning(name, found, problem)
     return CheckResult(name, found)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from agent.errors import StageError
+from agent.errors import AgentError, StageError
 from agent.tensors import find_model_problem
 from trials.checkpoints import read_world_size, recorded_world_size
 
@@ -101,7 +101,12 @@ def merge_checkpoint(verl: Path, base: Path, actor: Path, target: Path, *, log: 
         shutil.rmtree(folder, ignore_errors=True)
     _build_view(actor, base, view)
     command = merger.command(view, staging)
-    run(command, what="the merge", log=log, cwd=verl, timeout_s=_LIMIT_S, environment=merge_environment(verl))
+    try:
+        run(command, what="the merge", log=log, cwd=verl, timeout_s=_LIMIT_S, environment=merge_environment(verl))
+    except AgentError:
+        for folder in (view, staging):  # half a model is of no use, and may be what fills the disk
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     if "--target_dir" not in merger.options:
         (view / "huggingface").rename(staging)  # older scripts write beside the shards' configuration
     problem = find_model_problem(staging, base)

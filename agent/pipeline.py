@@ -11,10 +11,11 @@ import shutil
 import signal
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ from agent.budget import (
 )
 from agent.clock import RunClock, SystemTime, TimeSource, boot_facts, start_run_clock
 from agent.config import AgentConfig, digest
+from agent.disk import Deletion, Need, Sizes, plan_checkpoint_deletions, plan_submission_deletions, product
+from agent.disk_guard import DiskGuard
+from agent.doctor import read_demand
 from agent.errors import AgentError, Interrupted, PreflightError, RunFolderError, StageError
 from agent.ledger import Event, RunState, TrialState
 from agent.merging import merge_checkpoint
@@ -46,12 +50,13 @@ from agent.promotion import (
     rank_proxies,
 )
 from agent.report import write_report
-from agent.run_folder import Lock, RunFolder
+from agent.run_folder import Lock, RunFolder, is_locked
 from agent.rungs import plan_rungs, trial_overrides
 from agent.script_checks import known
 from agent.slots import Ask, read_ask, read_proxy_overrides, require_open_devices
 from agent.submission import (
     LOGITS,
+    RESULTS,
     Submission,
     is_copy,
     is_published,
@@ -70,6 +75,7 @@ from trials.checkpoints import (
     delete_checkpoints,
     delete_over_limit,
     describe_data_place,
+    folder_bytes,
     list_problems,
     read_checkpoints,
     repair_tracker,
@@ -122,6 +128,7 @@ class Pipeline:
         self._on_event = on_event
         self._time_source = time_source or SystemTime()
         self._stop = threading.Event()
+        self._recording = threading.Lock()
         self.dev_rows = self.workspace.dev_rows()
         self._dev_total = sum(self.dev_rows.values())
         self.rungs = plan_rungs(config, self.workspace)
@@ -140,7 +147,8 @@ class Pipeline:
 
     def record(self, event: str, **facts: Any) -> None:
         """Append to the ledger and tell the view."""
-        self._on_event(self.ledger.append(event, **self.clock.stamp(), **facts))
+        with self._recording:
+            self._on_event(self.ledger.append(event, **self.clock.stamp(), **facts))
 
     def state(self) -> RunState:
         return self.folder.read_state()
@@ -159,10 +167,11 @@ class Pipeline:
         started_s = self.clock.elapsed_s()
         try:
             facts = work()
-        except AgentError as error:
+        except (AgentError, OSError) as error:
+            told = error if isinstance(error, AgentError) else _unwritable(name, error)
             if not isinstance(error, Interrupted):
-                self.record("stage_failed", stage=name, reason=str(error))
-            raise
+                self.record("stage_failed", stage=name, reason=str(told))
+            raise told from None
         self.record("stage_done", stage=name, inputs=key, seconds=round(self.clock.elapsed_s() - started_s, 2), **facts)
         return facts
 
@@ -270,8 +279,10 @@ class Pipeline:
             Interrupted: a person stopped it; all children are gone.
             StageError: a stage failed for good.
         """
-        with self._interruptible():
+        with self._interruptible(), ExitStack() as watch:
             self.clean_up()
+            watch.enter_context(self.disk.watching())
+            self._require_running()
             self._require_unchanged_workspace()
             self._plan_slots()
             self.record("driver_started", pid=os.getpid(), **boot_facts(self._time_source))
@@ -352,18 +363,28 @@ class Pipeline:
             self._stop.set()
             os.write(2, b"\nstopping in an orderly way; once more ends at once\n")
             if self.alone:
-                self.folder.stop_file.touch()
+                self._request_stop()
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         except Interrupted as error:
+            if self.disk.problem is not None:
+                with suppress(AgentError):  # the disk is nearly full
+                    self.record("stage_failed", stage="disk", reason=self.disk.problem)
+                raise StageError(self.disk.problem) from None
             self.record("interrupted")
             raise Interrupted(f"{error}; `python run_agent.py resume {self.folder.path}` goes on") from None
         finally:
             if not self._stop.is_set():  # else a second Ctrl-C during the last words still ends without a traceback
                 for number, handler in previous.items():
                     signal.signal(number, handler)
+
+    def _request_stop(self) -> None:
+        """End whatever runs in an orderly way."""
+        self._stop.set()
+        with suppress(OSError):
+            self.folder.stop_file.touch()
 
     def _require_running(self) -> None:
         if self._stop.is_set():
@@ -379,9 +400,12 @@ class Pipeline:
         self._remove_scripts()
         for path in (self.folder.ray_tmpdir, self.folder.tune):
             shutil.rmtree(path, ignore_errors=True)
-        for trial in self.state().trials.values():
-            if trial.outcome is None:
-                self._recover(trial)
+        left = [trial for trial in self.state().trials.values() if trial.outcome is None]
+        if self.disk.is_full():  # perhaps by their unfinished saves, and then nothing could be recorded
+            for trial in left:
+                repair_tracker(self.checkpoints_of(trial))
+        for trial in left:
+            self._recover(trial)
 
     def _sweep_nodes(self) -> None:
         """The same on the other nodes of the cluster."""
@@ -421,6 +445,67 @@ class Pipeline:
         if trial.kind != "full" and is_short and last >= self.rungs[-1]:
             reason = f"recovered from its log: step {last} was done when the driver died"
             self.record("trial_ended", trial=trial.trial, outcome="completed", failure=None, reason=reason, step=last)
+
+    # ---- disk ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def disk(self) -> DiskGuard:
+        """Keeps the volumes from filling; beside a living driver it deletes nothing."""
+        folders = [self.folder.path, self.full_run_checkpoints(), self.folder.ray_tmpdir, Path(tempfile.gettempdir())]
+        plan = self._plan_deletions if self.alone else list
+        return DiskGuard(self.folder.path, folders, plan, self.record, self._request_stop)
+
+    @functools.cached_property
+    def _estimated_sizes(self) -> Sizes:
+        return read_demand(self.config, self.workspace, self.rungs).sizes
+
+    def _sizes(self) -> Sizes:
+        """What single things take on disk: as this run measured them, else estimated."""
+        stages = self.state().stages
+        measured = {
+            "checkpoint": stages.get("baseline", {}).get("checkpoint_bytes"),
+            "model": stages.get("merge", {}).get("model_bytes"),
+            "logits": stages.get("inference", {}).get("results_bytes"),
+        }
+        return replace(self._estimated_sizes, **{name: size for name, size in measured.items() if size})
+
+    def _training_needs(self, folder: Path, checkpoints: int) -> list[Need]:
+        """Room for the next checkpoints, and for the submission that can be asked for at any time."""
+        sizes, run = self._sizes(), self.folder.path
+        saves = Need(folder, f"{checkpoints} checkpoints", product(sizes.checkpoint, checkpoints))
+        return [saves, Need(run, "a merged model", sizes.model), Need(run, "its results", sizes.logits)]
+
+    def _plan_deletions(self) -> list[Deletion]:
+        """What the run can do without, those to go first in front."""
+        state = self.state()
+        trials = list(state.trials.values())
+        possible = self._possible_submissions(state)
+        for trial in trials:
+            self._measure(trial, state.initial_entropy)
+        checkpoints = {trial.trial: read_checkpoints(self.checkpoints_of(trial)) for trial in trials}
+        submissions, wanted = self.folder.submission, [*state.published[-1:], *_receipt(state, "select")]
+        needed = {submissions / f"{event['trial']}_step_{event['step']}" for event in wanted}
+        needed |= {Path(receipt["model"]).parent for receipt in _receipt(state, "merge")}
+        needed |= {Path(receipt["results"]).parent for receipt in _receipt(state, "inference")}
+        needed |= {lock.parent for lock in submissions.glob("*/lock") if is_locked(lock)}
+        return [
+            *plan_checkpoint_deletions(trials, checkpoints, possible),
+            *plan_submission_deletions(submissions, needed),
+        ]
+
+    def _possible_submissions(self, state: RunState) -> dict[str, int]:
+        """Trial → step of the checkpoint to submit now, and of the best ended trial's, should the one that leads fail."""
+        if state.full_run is not None and (choice := self._choose(state.full_run)) and choice.accuracy is not None:
+            return {state.full_run.trial: choice.step}
+        possible = {}
+        with suppress(StageError):
+            trial, choice = self.best_checkpoint()
+            possible[trial.trial] = choice.step
+        ended = [t for t in state.trials.values() if t.kind != "full" and t.outcome is not None and not t.is_proxy]
+        best = choose_promotion([t for t in ended if complete_steps(self.checkpoints_of(t))], self._dev_total)
+        if best and (choice := self._choose(state.trials[best.trial])):
+            possible[best.trial] = choice.step
+        return possible
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -498,6 +583,7 @@ class Pipeline:
 
         def begin(attempt: int) -> TrialSpec:
             spec = self._limited(self.prepare(BASELINE, attempt, "baseline", {}))
+            self.disk.require(self._training_needs(self.folder.path, 1))
             self.record(
                 "trial_started", trial=BASELINE, attempt=attempt, resumed_step=spec.resumed_step, kind="baseline",
                 origin="baseline", configuration={}, parameters=parameters, distributions=distributions,
@@ -519,7 +605,9 @@ class Pipeline:
         history = read_history(self.folder.trial(BASELINE))
         shown = [m.step_s for m in history if m.step_s is not None]
         measured = measure(history) or Measured(ended.start_up_s or 0.0, statistics.fmean(shown) if shown else 0.0)
-        return {"initial_entropy": initial, **asdict(measured)}
+        saved = self.folder.trial(BASELINE) / "checkpoints"
+        saves = [folder_bytes(checkpoint.path) for checkpoint in read_checkpoints(saved) if checkpoint.problem is None]
+        return {"initial_entropy": initial, **asdict(measured), "checkpoint_bytes": max(saves, default=None)}
 
     def _train_baseline(
         self, begin: Callable[[int], TrialSpec], on_validation: Callable[[Validation], str | None]
@@ -611,9 +699,7 @@ class Pipeline:
                 if reason := on_validation(event):
                     return Ended("stopped", event.step, event.seconds, reason=reason)
         except OSError as error:
-            raise StageError(
-                f"cannot write to {spec.folder}: {error.strerror}; free space or fix it, then resume"
-            ) from None
+            raise _unwritable(spec.trial, error) from None
         finally:
             attempt.close()
         raise AssertionError("events() ends with Ended")
@@ -775,6 +861,7 @@ class Pipeline:
         initial = state.initial_entropy
         assert initial is not None
         while True:
+            self.disk.require(self._training_needs(self.folder.path, self.slots))
             broken = run_search(
                 plan,
                 self.record,
@@ -784,7 +871,7 @@ class Pipeline:
                 engine=self.engine,
                 must_stop=self._stop.is_set,
                 time_is_over=self._time_is_over,
-                may_start=self._may_start,
+                may_start=lambda: self._may_start() and self.disk.has_room(),
                 stop_file=self.folder.stop_file,
                 on_end=self._after_trial,
                 scratch=self.folder.tune,
@@ -813,6 +900,10 @@ class Pipeline:
 
     def delete_losers(self) -> None:
         """Delete the checkpoints of ended trials that can no longer become the submission."""
+        with self.disk.lock:
+            self._delete_losers()
+
+    def _delete_losers(self) -> None:
         trials = [trial for trial in self.state().trials.values() if trial.kind != "full"]
         ended = [trial for trial in trials if trial.outcome is not None]
         with_checkpoint = {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))}
@@ -887,6 +978,7 @@ class Pipeline:
 
         def begin(attempt: int) -> TrialSpec:
             spec = self.prepare(name, attempt, "remeasure", proxy.configuration)
+            self.disk.require(self._training_needs(self.folder.path, 1))
             spec = replace(spec, time_limit_s=self._left_before_full_run_s())
             self.record(
                 "trial_started", trial=name, attempt=attempt, resumed_step=spec.resumed_step, kind="remeasure",
@@ -957,6 +1049,7 @@ class Pipeline:
 
         def begin(attempt: int) -> TrialSpec:
             spec = self._limited(self.prepare(leader.trial, attempt, leader.kind, point))
+            self.disk.require(self._training_needs(self.folder.path, 1))
             self.record(
                 "trial_started", trial=leader.trial, attempt=attempt, resumed_step=spec.resumed_step, kind=leader.kind,
                 origin=leader.origin, configuration=leader.configuration,
@@ -1018,6 +1111,8 @@ class Pipeline:
                 )
             known = self.state().full_run
             resumed_step = self._make_resumable(known) if known else 0
+            has_one = resumed_step > 0 or self.workspace.total_steps <= self.workspace.save_freq
+            self.disk.require(self._training_needs(checkpoints, 1 if has_one else 2))
             spec = self.full_run_spec(attempt, configuration, self._training_ends_s(), resumed_step)
             self.record(
                 "trial_started", trial=FULL, attempt=attempt, resumed_step=resumed_step, kind="full",
@@ -1085,13 +1180,16 @@ class Pipeline:
 
     def _choose(self, trial: TrialState) -> CheckpointChoice | None:
         """The best complete checkpoint of a trial by its measured entropy."""
-        initial = self.state().initial_entropy
+        self._measure(trial, self.state().initial_entropy)
+        return choose_checkpoint(trial.scores, complete_steps(self.checkpoints_of(trial)))
+
+    def _measure(self, trial: TrialState, initial: float | None) -> None:
+        """Judge a trial's scores by the entropy measured, no more by a forecast."""
         if initial is not None:
             band = self.config.objective.band()
             for score in trial.scores:
                 measured = judge(score.accuracy, score.entropy, initial, 1.0, band)
                 score.objective, score.reason = measured.value, measured.reason
-        return choose_checkpoint(trial.scores, complete_steps(self.checkpoints_of(trial)))
 
     def best_checkpoint(self) -> tuple[TrialState, CheckpointChoice]:
         """The checkpoint to submit now: the full run's best if it has one, else that of the leading trial.
@@ -1189,16 +1287,19 @@ class Pipeline:
 
         def merge() -> dict[str, Any]:
             checkpoint = next(c for c in read_checkpoints(self.checkpoints_of(trial)) if c.step == choice.step)
+            self.disk.require([Need(folder, "the merged model", self._sizes().model)])
             verl, base = self.workspace.verl, self.workspace.base_model
             merge_checkpoint(verl, base, checkpoint.actor, model, log=folder / "merge.log", run=run)
             check = check_merged_model(self.workspace, model, choice.accuracy, choice.entropy, run)
-            return {"model": str(model), "check": check}
+            return {"model": str(model), "check": check, "model_bytes": folder_bytes(model)}
 
         def infer() -> dict[str, Any]:
-            limit_s = self.config.budget.inference_minutes * 60
+            sizes, limit_s = self._sizes(), self.config.budget.inference_minutes * 60
+            longest = Need(folder, "answers as long as allowed", sizes.longest_logits, is_ceiling=True)
+            self.disk.require([Need(folder, "logits", sizes.logits) if sizes.logits else longest])
             log = folder / "inference.log"
             run_inference(self.workspace, model, results, log=log, timeout_s=limit_s, run=run)
-            return {"results": str(results)}
+            return {"results": str(results), "results_bytes": folder_bytes(results)}
 
         def validate() -> dict[str, Any]:
             return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
@@ -1227,11 +1328,15 @@ class Pipeline:
             raise StageError(
                 f"the files in {submission.folder} changed since they were validated; remove that folder's parent"
             )
-        number = 1
+        number, outputs = 1, self.workspace.outputs
         while (previous := self.folder.submission / f"previous_{number}").exists():
             number += 1
-        is_kept = any(is_copy(Path(event["folder"]), self.workspace.outputs) for event in state.published)
-        paths = publish(submission, self.workspace.outputs, None if is_kept else previous)
+        is_kept = any(is_copy(Path(event["folder"]), outputs) for event in state.published)
+        old = [] if is_kept else [outputs / name for name in (RESULTS, LOGITS) if (outputs / name).is_file()]
+        copy = Need(outputs, "the published copy", folder_bytes(Path(submission.folder)))
+        replaced = Need(self.folder.path, "a copy of what it replaces", sum(path.stat().st_size for path in old))
+        self.disk.require([copy, replaced])
+        paths = publish(submission, outputs, None if is_kept else previous)
         self.record("published", paths=paths, sha256=submission.sha256, folder=submission.folder, **chosen)
 
     def evaluations(self) -> list[Event]:
@@ -1267,3 +1372,13 @@ class Pipeline:
                 return f"these files are evaluation {number} of {limit} already"
         self.record("evaluation_counted", **{name: published[name] for name in ("sha256", "trial", "step")})
         return f"counted as evaluation {len(counted) + 1} of {limit}"
+
+
+def _unwritable(what: str, error: OSError) -> StageError:
+    where = f" {error.filename}" if error.filename else ""
+    return StageError(f"{what} cannot write{where}: {error.strerror or error}; free space or fix it, then resume")
+
+
+def _receipt(state: RunState, stage: str) -> list[Event]:
+    """The newest receipt of a stage; [] when there is none."""
+    return [state.stages[stage]] if stage in state.stages else []

@@ -52,8 +52,12 @@ def write_report(run_folder: Path) -> Path:
     _add_sizes(state.published)
     page = render_report(state, read_curves(run_folder, state.trials), run_folder.resolve().name)
     target, temporary = run_folder / REPORT, run_folder / f".{REPORT}.partial"
-    temporary.write_bytes(page.encode("utf-8", "replace"))
-    os.replace(temporary, target)
+    try:
+        temporary.write_bytes(page.encode("utf-8", "replace"))
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return target
 
 

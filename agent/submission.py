@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent.errors import Interrupted, StageError
+from agent.errors import AgentError, Interrupted, StageError
 from agent.merging import Runner
 from agent.tensors import LogitsError, read_sample_logits
 from agent.workspace import Workspace, find_vocabulary, read_sample_ids
 from trials.guard import CANNOT_WRITE, Guarded
-from trials.runner import child_environment
+from trials.runner import child_environment, is_full
 
 RESULTS = "math_results.parquet"
 LOGITS = "math_results_logits.pt"
@@ -77,6 +77,7 @@ def run_logged(
     if exit_code != 0:
         lines = [line for line in log.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
         last = lines[-1].strip()[:300] if lines else "the log is empty"
+        last += "; no space is left beside the log, free some, then resume" if is_full(log.parent) else ""
         raise StageError(f"{what} failed with exit code {exit_code}: {last} — see {log}")
 
 
@@ -103,6 +104,11 @@ def run_inference(workspace: Workspace, model: Path, target: Path, *, log: Path,
         run(command, what="inference.sh", log=log, cwd=workspace.scripts, timeout_s=timeout_s, environment=environment)
         if not _knows_output_dir(workspace):
             _move_files(workspace.outputs, target)
+    except (AgentError, OSError):  # half a result is of no use, and may be what fills the disk
+        for folder in (target, *([] if _knows_output_dir(workspace) else [workspace.outputs])):
+            for name in (RESULTS, LOGITS):
+                (folder / name).unlink(missing_ok=True)
+        raise
     finally:
         restore_outputs(workspace)
     missing = [name for name in (RESULTS, LOGITS) if not (target / name).exists()]
@@ -261,18 +267,23 @@ def publish(submission: Submission, outputs: Path, keep_previous_in: Path | None
     source = Path(submission.folder)
     staged = [(outputs / f".{name}.publishing", outputs / name) for name in (RESULTS, LOGITS)]
     try:
-        for temporary, final in staged:
-            _copy(source / final.name, temporary)
-        for _, final in staged:
-            if keep_previous_in and final.exists():
-                keep_previous_in.mkdir(parents=True, exist_ok=True)
-                _copy(final, keep_previous_in / final.name)
+        try:
+            for temporary, final in staged:
+                _copy(source / final.name, temporary)
+            for _, final in staged:
+                if keep_previous_in and final.exists():
+                    keep_previous_in.mkdir(parents=True, exist_ok=True)
+                    _copy(final, keep_previous_in / final.name)
+        except OSError:
+            for temporary, _ in staged:
+                temporary.unlink(missing_ok=True)
+            if keep_previous_in:
+                shutil.rmtree(keep_previous_in, ignore_errors=True)
+            raise
         for temporary, final in staged:
             temporary.rename(final)
         _sync_folder(outputs)
     except OSError as error:
-        for temporary, _ in staged:
-            temporary.unlink(missing_ok=True)
         raise StageError(
             f"cannot publish to {outputs}: {error.strerror}; the validated files are in {source} — copy them or fix the "
             "folder, then `python run_agent.py resume`"

@@ -107,6 +107,7 @@ for step in range(start, total + 1):
                 hold("checkpoint")
             with zipfile.ZipFile(name, "w") as file:
                 file.writestr("data", f"{step} {identity}")
+                file.writestr("padding", bytes(behaviour.get("save_bytes", 0) // 2))
         tracker.write_text(str(step))
     if fields:
         print("\\x1b[36m(TaskRunner pid=7)\\x1b[0m step:%d - %s" % (step, " - ".join(fields)), flush=True)

@@ -127,7 +127,7 @@ def repair_tracker(folder: Path) -> int | None:
     checkpoints = read_checkpoints(folder)
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:
-            _remove(checkpoint.path)
+            remove_folder(checkpoint.path)
     steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.problem is None]
     _point_tracker(folder, steps[-1] if steps else None)
     return steps[-1] if steps else None
@@ -177,10 +177,10 @@ def bring_back(folder: Path) -> None:
         original = folder / aside.name.removeprefix(_ASIDE)
         step = int(original.name.removeprefix("global_step_"))
         if step in complete_steps(folder):
-            _remove(aside)
+            remove_folder(aside)
             continue
         if original.exists():
-            _remove(original)
+            remove_folder(original)
         aside.rename(original)
         if step > (read_tracker(folder) or 0):
             _point_tracker(folder, step)
@@ -203,7 +203,7 @@ def delete_checkpoints(folder: Path, *, keep: Collection[int]) -> list[int]:
     """Delete all checkpoints of an ended training that are not to be kept, unfinished ones, too; returns their steps."""
     deleted = [checkpoint for checkpoint in read_checkpoints(folder) if checkpoint.step not in keep]
     for checkpoint in deleted:
-        _remove(checkpoint.path)
+        remove_folder(checkpoint.path)
     return [checkpoint.step for checkpoint in deleted]
 
 
@@ -222,7 +222,7 @@ def delete_over_limit(folder: Path, losers: Sequence[int], limit_bytes: float) -
         if folder_bytes(folder) <= limit_bytes:
             break
         if step in deletable:
-            _remove(folder / f"global_step_{step}")
+            remove_folder(folder / f"global_step_{step}")
             deleted.append(step)
     return deleted
 
@@ -239,8 +239,8 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def _remove(path: Path) -> None:
-    """Remove a step folder. Renamed first: a removal that is cut short must not leave what looks like a checkpoint."""
+def remove_folder(path: Path) -> None:
+    """Remove a folder. Renamed first: a removal that is cut short must not leave what looks like a whole checkpoint."""
     doomed = path.with_name(_DELETED + path.name)
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

@@ -42,6 +42,10 @@ _PYTHON_VARIABLES = {
     "VIRTUAL_ENV_PROMPT",
 }  # fmt: skip
 _POLL_S = 0.1
+_FULL_BYTES = 2**16
+RAY_FULL_SHARE = 0.99
+"""Used share of a disk at which Ray refuses to spill objects and warns every ten seconds; its own 0.95 leaves 200 GB of
+4 TB unused."""
 _STALL_FACTOR = 20.0
 """So many times the median step without a step line is a stall."""
 
@@ -194,6 +198,7 @@ class Attempt:
         (folder / "env.json").write_text(json.dumps(environment, indent=1, sort_keys=True), encoding="utf-8")
         (folder / "spec.json").write_text(json.dumps(spec.to_dict(), indent=1, sort_keys=True), encoding="utf-8")
         (folder / "log").touch()
+        _end_torn_line(Path(spec.folder) / "metrics.jsonl")
         spec.ray_tmpdir.mkdir(parents=True, exist_ok=True)
         self._started = self._last_line = time.monotonic()
         self._started_at, self._boot_started = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -328,6 +333,8 @@ class Attempt:
             reason = f"went on from step {last} of {expected}, made no step and reported success ({self._log})"
             return self._ended("failed", FailureKind.NO_PROGRESS, reason)
         kind, reason = classify_exit(exit_code, list(self._reader.tail), last, expected)
+        if kind is FailureKind.UNKNOWN and is_full(self.spec.attempt_folder):
+            kind, reason = FailureKind.DISK_FULL, f"{reason}; no space is left beside its log"
         return self._ended("failed", kind, f"{reason} ({self._log})")
 
     @property
@@ -388,6 +395,7 @@ def build_environment(spec: TrialSpec, inherited: Mapping[str, str]) -> dict[str
         RAY_ADDRESS="local",
         RAY_TMPDIR=str(spec.ray_tmpdir),
         RAY_DEDUP_LOGS="0",
+        RAY_local_fs_capacity_threshold=str(RAY_FULL_SHARE),
         RAY_USAGE_STATS_ENABLED="0",
         PYTHONUNBUFFERED="1",
     )
@@ -446,6 +454,7 @@ def append_metrics(folder: Path, metrics: StepMetrics, attempt: int, seconds: fl
 
 def recover_history(folder: Path, attempt: int) -> list[StepMetrics]:
     """A trial's steps after its driver was killed: what the log of its last attempt shows beyond metrics.jsonl is added."""
+    _end_torn_line(folder / "metrics.jsonl")
     known = read_history(folder)
     read_up_to = max((m.step for m in known if m.get("attempt") == attempt), default=-1)
     log = folder / f"attempt_{attempt}"
@@ -453,6 +462,18 @@ def recover_history(folder: Path, attempt: int) -> list[StepMetrics]:
         if metrics.step > read_up_to and (metrics.is_training_step or metrics.step not in {m.step for m in known}):
             append_metrics(folder, metrics, attempt, None)
     return read_history(folder)
+
+
+def is_full(folder: Path) -> bool:
+    """Whether its volume has so little left that a program cannot even log what it died of."""
+    return shutil.disk_usage(folder).free < _FULL_BYTES
+
+
+def _end_torn_line(file: Path) -> None:
+    """A full disk may have left half a line, onto which the next one must not be written."""
+    if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
+        with file.open("ab") as opened:
+            opened.write(b"\n")
 
 
 def read_history(folder: Path) -> list[StepMetrics]:

@@ -89,7 +89,7 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
                 write_place(self._attempt.spec)
             return self._next_result()
         except OSError as error:  # the run's folder cannot be written
-            kind = FailureKind.DISK_FULL if error.errno == errno.ENOSPC else FailureKind.UNKNOWN
+            kind = FailureKind.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else FailureKind.UNKNOWN
             seconds = float(self._last.get("seconds", 0.0))
             return self._end(Ended("failed", int(self._last["step"]), seconds, kind.value, str(error)))
 

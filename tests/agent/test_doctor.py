@@ -945,5 +945,7 @@ def test_a_cluster_is_not_judged_by_this_machine(workspace: Path) -> None:
 def test_a_large_disk_that_is_nearly_full_is_no_failure(workspace: Path) -> None:
     demand = read_demand(AgentConfig(workspace=workspace), Workspace(workspace), (2, 4, 8))
     (result,) = check_disks(demand, lambda folder: Volume(1, 4000 * GIB, 160 * GIB))
-    assert result.state == "warning" and "96% full: Ray repeats a warning" in str(result.problem)
+    assert result.state == "ok" and result.found.startswith("160.0 GiB free")
+    (result,) = check_disks(demand, lambda folder: Volume(1, 4000 * GIB, 30 * GIB))
+    assert result.state == "warning" and "99.2% full: Ray refuses to spill objects" in str(result.problem)
     assert all(result.state != "failed" for result in check_machine(MACHINE, demand))

@@ -1,6 +1,7 @@
 """Sampler and scheduler are rebuilt from the ledger."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def prepare(trial: str, attempt: int, kind: str, configuration: dict[str, Any]) 
     return TrialSpec(trial, attempt, "/f", "", "/s", "/c", configuration, 32, 64, {}, "/tag")
 
 
-def build(*trials: TrialState, plan: SearchPlan = PLAN) -> tuple[LedgerSearch, list[dict[str, Any]]]:
+def build(
+    *trials: TrialState, plan: SearchPlan = PLAN, may_start: Callable[[], bool] = lambda: True
+) -> tuple[LedgerSearch, list[dict[str, Any]]]:
     written: list[dict[str, Any]] = []
     state = RunState(trials={trial.trial: trial for trial in trials})
     search = LedgerSearch(
@@ -51,8 +54,19 @@ def build(*trials: TrialState, plan: SearchPlan = PLAN) -> tuple[LedgerSearch, l
         prepare,
         lambda: False,
         lambda: None,
+        may_start=may_start,
     )
     return search, written
+
+
+def test_without_room_no_trial_starts_and_those_that_run_go_on() -> None:
+    room = [True, False]
+    search, written = build(finished("t000", "baseline", "completed", (32, 0.2)), may_start=lambda: room.pop(0))
+    assert isinstance(search.suggest("ray0"), dict) and search.suggest("ray1") == search.FINISHED
+    search.on_trial_complete("ray0", {"step": 32, "objective": 0.25, "outcome": "completed", "accuracy": 0.5})
+    assert [(event["event"], event["trial"]) for event in written] == [
+        ("trial_started", "t001"), ("trial_scored", "t001"), ("trial_ended", "t001"),
+    ]  # fmt: skip
 
 
 def test_the_ledger_becomes_the_study() -> None:

@@ -1,7 +1,9 @@
 """Submission files: validation finds every defect, publication never loses anything."""
 
+import errno
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +227,53 @@ def test_published_files_and_those_of_the_run_are_independent(case: Path) -> Non
         file.write(b"changed")
     assert not is_published(submission, outputs)
     assert is_published(submission, case / "results")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("copies", [0, 1, 3])
+def test_a_publication_that_fails_changes_nothing(
+    case: Path, monkeypatch: pytest.MonkeyPatch, number: int, copies: int
+) -> None:
+    outputs, submission = case / "outputs", validate(case)
+    outputs.mkdir()
+    for name in (RESULTS, LOGITS):
+        (outputs / name).write_text(f"older {name}")
+    done: list[Path] = []
+
+    def copy(source: Path, target: Path) -> None:
+        """The volume is full after so many copies."""
+        target.write_bytes(source.read_bytes()[: None if len(done) < copies else 7])
+        if len(done) == copies:
+            raise OSError(number, os.strerror(number))
+        done.append(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("agent.submission._copy", copy)
+        with pytest.raises(
+            StageError, match=f"cannot publish to .*: {os.strerror(number)}; the validated files are in"
+        ):
+            publish(submission, outputs, case / "previous")
+    assert {path.name: path.read_text() for path in outputs.iterdir()} == {
+        name: f"older {name}" for name in (RESULTS, LOGITS)
+    }
+    assert not (case / "previous").exists()
+    publish(submission, outputs, case / "previous")
+    assert is_published(submission, outputs)
+
+
+def test_half_an_inference_leaves_nothing_behind(workspace: Path) -> None:
+    """It may be what fills the disk; and what lies in data/outputs/ must not look like a submission."""
+    task = Workspace(workspace)
+    (task.scripts / "inference.py").write_text("")
+    text = 'echo half > "$(dirname "$0")/../../data/outputs/{}"\necho "[Errno 122] Disk quota exceeded"\nexit 1\n'
+    task.inference_script.write_text(text.format(LOGITS))
+    with pytest.raises(StageError, match=r"inference.sh failed with exit code 1: \[Errno 122\] Disk quota exceeded"):
+        infer(workspace, timeout_s=60.0)
+    assert list(task.outputs.iterdir()) == []
+    task.inference_script.write_text(f'echo half > "$OUTPUT_DIR/{LOGITS}"\nexit 1\n')
+    with pytest.raises(StageError):
+        infer(workspace, timeout_s=60.0)
+    assert list((workspace.parent / "results").iterdir()) == []
 
 
 @pytest.mark.parametrize("exit_code", [0, 3])

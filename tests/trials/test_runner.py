@@ -119,6 +119,7 @@ def test_an_attempt_waits_for_the_memory_of_its_gpus(
         ),
         ("echo 'torch.OutOfMemoryError: CUDA out of memory. Tried'; exit 1", {}, "out_of_memory", "CUDA out of memory"),
         ("echo 'OSError: [Errno 28] No space left on device'; exit 1", {}, "disk_full", "No space left"),
+        ("echo 'OSError: [Errno 122] Disk quota exceeded'; exit 1", {}, "disk_full", "Disk quota exceeded"),
         ("echo \"Could not override 'x.y'\"; exit 1", {}, "bad_configuration", "Could not override"),
         (
             "echo 'UserWarning: megatron: ModuleNotFoundError(\"No module named x\")'; echo 'ValueError: cause'; exit 1",
@@ -144,6 +145,22 @@ def test_every_kind_of_failure_has_its_name(
 ) -> None:
     _, ended = run(make(script, **options))
     assert ended.outcome == "failed" and ended.failure == kind and words in ended.reason
+
+
+def test_a_trainer_that_dies_silently_on_a_full_disk_is_understood(
+    make: Callable[..., TrialSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trials.runner.is_full", lambda folder: folder.name == "attempt_1")
+    _, ended = run(make("exit 1"))
+    assert ended.failure == "disk_full" and "the log is empty; no space is left beside its log" in ended.reason
+
+
+def test_a_line_that_a_full_disk_tore_costs_no_other(make: Callable[..., TrialSpec], tmp_path: Path) -> None:
+    run(make(steps(1, 2)))
+    metrics = tmp_path / "t001" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+    run(make(steps(2, 3), attempt=2))
+    assert [step.step for step in read_history(tmp_path / "t001")] == [1, 2, 3]
 
 
 def test_a_trial_is_interrupted_at_its_last_rung(make: Callable[..., TrialSpec]) -> None:
