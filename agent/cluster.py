@@ -39,6 +39,7 @@ _JOINS_CLUSTER = ("RAY_AUTH", "RAY_TLS", "RAY_USE_TLS")
 _CONNECT_S = 10.0
 _SWEEP_S = 120.0
 _RELEASE_S = 10.0
+_RESTARTS, _MOST_RESTARTS = "GRPO_AGENT_RESTARTS", 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Engine:
     log: Path
     name: str
     """The run's tag; unique per run."""
+    again: tuple[str, ...] = ()
+    """The command that goes on with the run if the own Ray's GCS dies."""
     _left: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
     """What to do when it is left."""
 
@@ -125,14 +128,19 @@ class Engine:
         return next((kind for kind in ("gcs_server", "raylet") if kind in dead), None)
 
     def _watch(self, is_left: threading.Event) -> None:
-        """End the driver when Ray's GCS has died: calls to Ray would wait, until Ray itself ends the driver without a word.
-
-        Guards end Ray's other processes and the trainers.
+        """When Ray's GCS has died, calls to Ray wait until Ray itself ends the driver without a word. So this process
+        becomes a resume of its run, a few times; guards end Ray's other processes and the trainers.
         """
         while self.lost_process() != "gcs_server" or is_left.is_set():
             if is_left.wait(1.0):
                 return
         os.write(2, f"error: Ray's gcs_server died (killed?); its last words: {self.log}; resume goes on\n".encode())
+        restarts = int(os.environ.get(_RESTARTS, "0"))
+        if self.again and restarts < _MOST_RESTARTS:
+            os.environ[_RESTARTS] = str(restarts + 1)
+            del os.environ[RUN_TAG]
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Ray's stay open otherwise, and the guard ends their holders
+            os.execv(self.again[0], self.again)
         os._exit(StageError.exit_code)
 
     def _join(self, address: str) -> None:

@@ -104,6 +104,7 @@ if TYPE_CHECKING:
 BASELINE, FULL = "t000", "full"
 _CHOSEN = ("trial", "step", "objective", "accuracy", "entropy")
 _CPU_SLOTS = 2
+_COMMAND = Path(__file__).resolve().parents[1] / "run_agent.py"
 _SLACK = 1.05
 """A re-measurement that must end leaves this much of the full run's expected time."""
 
@@ -533,6 +534,7 @@ class Pipeline:
             folder=self.folder.ray_tmpdir,
             log=self.folder.path / "ray.log",
             name=self.folder.tag,
+            again=(sys.executable, str(_COMMAND), "resume", str(self.folder.path)),
         )
 
     def _plan_slots(self) -> None:

@@ -313,6 +313,21 @@ def test_a_killed_tune_worker_costs_no_trial_and_leaves_nothing(workspace: Path)
     wait_until(lambda: processes_of(run) == [], 20)
 
 
+def test_a_killed_gcs_of_ray_costs_no_trial_and_needs_nobody(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    process = subprocess.Popen(
+        command("--set", "search.trials=3"), cwd=folder, env=agent_environment(step_s=0.3), stdout=subprocess.DEVNULL
+    )
+    wait_until(lambda: (run / "ledger.jsonl").exists() and count(run, "trial_scored", trial="t001") >= 1)
+    [server] = [pid for pid in processes_of(run) if b"gcs/gcs_server" in command_line(pid)]
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(RUN_TIMEOUT_S) == 0
+    assert count(run, "driver_started", pid=process.pid) == 2
+    assert {trial.outcome for trial in read_state(run).trials.values()} <= {"completed", "stopped"}
+    assert all(count(run, "trial_ended", trial=name) == 1 for name in ("t000", "t001", "t002", "t003", "full"))
+    wait_until(lambda: processes_of(run) == [], 20)
+
+
 def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
     folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
     start_and_kill(folder, lambda run: count(run, "trial_ended") >= 3, signal.SIGKILL, step_s=0.2)
