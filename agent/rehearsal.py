@@ -17,7 +17,8 @@ from agent.doctor import check_task
 from agent.errors import AgentError, PreflightError
 from agent.merging import find_merger, merge_environment, working_folders
 from agent.model_check import QUESTIONS
-from agent.pipeline import BASELINE, FULL, Pipeline
+from agent.pipeline import Pipeline
+from agent.run import BASELINE, FULL
 from agent.run_folder import RunFolder
 from agent.submission import inference_command
 from agent.workspace import Workspace, changed_files, read_manifest

@@ -19,6 +19,8 @@ import agent.config
 import agent.pipeline
 import agent.run_folder
 import agent.search
+import agent.submitting
+import agent.trial_runs
 from agent.config import AgentConfig, load_config
 from agent.errors import StageError
 from agent.pipeline import Pipeline
@@ -355,12 +357,12 @@ def simulate(
             for module, name, substitute in (
                 (agent.search, "run_search", pipeline.simulate_search),
                 (agent.search, "write_study", lambda *arguments: None),
-                (agent.pipeline, "merge_checkpoint", pipeline.simulate_merge),
-                (agent.pipeline, "run_inference", pipeline.simulate_inference),
-                (agent.pipeline, "validate_submission", pipeline.simulate_validation),
+                (agent.submitting, "merge_checkpoint", pipeline.simulate_merge),
+                (agent.submitting, "run_inference", pipeline.simulate_inference),
+                (agent.submitting, "validate_submission", pipeline.simulate_validation),
                 (agent.pipeline, "write_report", lambda path: None),
-                (agent.pipeline, "sweep", lambda tag: []),
-                (agent.pipeline, "sweep_holders", lambda folder: []),
+                (agent.trial_runs, "sweep", lambda tag: []),
+                (agent.trial_runs, "sweep_holders", lambda folder: []),
                 (agent.config, "read_space", _read_space_once),
                 (os, "fsync", lambda descriptor: None),
             ):

@@ -11,7 +11,7 @@ import pytest
 from optuna.trial import TrialState as OptunaState
 
 from agent.ledger import RunState, Score, TrialState
-from agent.pipeline import plan_rungs
+from agent.rungs import plan_rungs
 from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of, optuna_verdict, write_study
 from search_spaces.space import read_space, shipped_space
 from trials.runner import TrialSpec
