@@ -104,6 +104,12 @@ class Run:
             self.resume()
         return resumes
 
+    def abandon(self) -> None:
+        """Leave no driver behind."""
+        if self.driver is not None and self.driver.poll() is None:
+            self.driver.kill()
+            self.driver.wait()
+
     # ---- facts ---------------------------------------------------------------------------------------------------
 
     def events(self) -> list[Event]:

@@ -52,9 +52,14 @@ def send(number: int) -> Callable[[Run], None]:
 
 def kill_actor(run: Run) -> None:
     """The Ray worker of the trial that trains; between two calls it has another title."""
-    wait_until(lambda: bool(pids_of(run, "worker")))
-    for pid in pids_of(run, "worker"):
-        os.kill(pid, signal.SIGKILL)
+    victims: list[int] = []
+
+    def is_found() -> bool:
+        victims[:] = pids_of(run, "worker")
+        return bool(victims)
+
+    wait_until(is_found)
+    os.kill(victims[0], signal.SIGKILL)
 
 
 def kill_for_memory(run: Run) -> None:
@@ -103,8 +108,11 @@ def run_chain(folder: Path, name: str, hits: list[tuple[str, Row]]) -> dict[str,
     options = (*settings(folder, 5), "search.concurrent=1", "search.failures_in_a_row=9")
     run = Run(folder, name.replace(" ", "-"), behaviour, options)
     run.start()
-    told = {phase: hit_in_phase(run, markers, phase, row) for phase, row in hits}
-    resumes = run.finish()
+    try:
+        told = {phase: hit_in_phase(run, markers, phase, row) for phase, row in hits}
+        resumes = run.finish()
+    finally:
+        run.abandon()
     found = dict(faults(run))
     left = run.wait_for_silence()
     told["end"] = (

@@ -112,7 +112,10 @@ def main(kills: int, seed: int, trials: int, folder: Path) -> int:
     while killer.left:
         number = runs % len(references)
         run = Run(folder, f"run-{runs}", {"step_s": 0.2}, settings(folder, trials, number))
-        killer.torment(run)
+        try:
+            killer.torment(run)
+        finally:
+            run.abandon()
         runs += 1
         of_run = faults(run, references[number])
         if of_run:
