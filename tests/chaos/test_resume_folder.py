@@ -61,7 +61,7 @@ def test_a_resume_without_what_it_needs_is_refused_in_one_line(killed: Run) -> N
         told = killed.output.strip().splitlines()[-1]
         assert told.startswith("error: ") and name in told
         aside.rename(killed.path / name)
-        assert killed.events() == before
+        assert killed.events()[: len(before)] == before
 
 
 def test_a_resume_does_without_the_rest_and_leaves_bystanders_alone(
