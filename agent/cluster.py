@@ -66,6 +66,7 @@ class Engine:
         return f"grpo-agent-{hashlib.sha256(self.name.encode()).hexdigest()[:10]}"
 
     def __enter__(self) -> None:
+        self._left.callback(_restore_environment, dict(os.environ))
         kept = _JOINS_CLUSTER if self.address else ()
         for name in [name for name in os.environ if name.startswith("RAY_") and not name.startswith(kept)]:
             del os.environ[name]
@@ -160,6 +161,11 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self._left.close()
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def driver_environment() -> dict[str, str]:
