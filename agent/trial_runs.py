@@ -214,6 +214,8 @@ class TrialRuns(Run):
     def _delete_losers(self) -> None:
         trials = [trial for trial in self.state().trials.values() if trial.kind != "full"]
         ended = [trial for trial in trials if trial.outcome is not None]
+        for trial in ended:
+            bring_back(self.checkpoints_of(trial))
         with_checkpoint = {trial.trial for trial in ended if complete_steps(self.checkpoints_of(trial))}
         losers: list[str] = []
         for is_proxy in (False, True):  # a proxy never makes a loser of an exact trial
