@@ -6,6 +6,7 @@ still opens years later. It works on a run in any state; what is not known is sh
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from agent.markup import (
 from agent.objective import EntropyBand
 from agent.promotion import choose_promotion
 from trials.metrics import StepMetrics
-from trials.runner import read_history
+from trials.runner import ENTROPY_WINDOW_STEPS, read_history
 
 REPORT = "report.html"
 BEST_DRAWN = 3
@@ -340,6 +341,13 @@ def entropy_points(curve: Sequence[StepMetrics]) -> Points:
     return [(metrics.step, metrics.entropy) for metrics in curve if metrics.entropy is not None]
 
 
+def cut_off_share(curve: Sequence[StepMetrics]) -> float | None:
+    """Mean share of answers that were cut off at the longest length, over the last training steps; None when unknown."""
+    shares = [metrics.get("response_length/clip_ratio") for metrics in curve if metrics.is_training_step]
+    known = [share for share in shares[-ENTROPY_WINDOW_STEPS:] if share is not None]
+    return statistics.fmean(known) if known else None
+
+
 def accuracy_points(trial: TrialState, curve: Sequence[StepMetrics]) -> Points:
     """Dev accuracy of each validated step; with several data sources only the ledger knows their mean."""
     points: dict[int, float] = {}
@@ -419,11 +427,14 @@ def _accuracy_chart(state: RunState, series: Sequence[Series], x_max: float, lea
 
 def _leaderboard(state: RunState, curves: Curves) -> Markup:
     headers = "trial | origin | outcome | last step | dev accuracy | policy entropy (nats/token) | "
-    headers += "h = entropy/H0 | forecast h | entropy score | objective | attempts | time | configuration"
+    headers += "h = entropy/H0 | forecast h | entropy score | objective | cut off | attempts | time | configuration"
     ranked = rank_trials(state.trials.values())
     rows = [_leaderboard_row(state, trial, curves.get(trial.trial, [])) for trial in ranked]
-    note = "Sorted as the promotion compares: highest step first, then objective. Numbers: last validation."
-    return join([table("leaderboard", headers, rows, numeric=range(3, 12)), _quiet(note)])
+    note = "Sorted as the promotion compares: highest step first, then objective. Numbers: last validation; cut off: share "
+    note += (
+        "of answers that were as long as allowed in the last training steps – many of them can drive the entropy up."
+    )
+    return join([table("leaderboard", headers, rows, numeric=range(3, 13)), _quiet(note)])
 
 
 def _leaderboard_row(state: RunState, trial: TrialState, curve: Sequence[StepMetrics]) -> list[Any]:
@@ -441,6 +452,7 @@ def _leaderboard_row(state: RunState, trial: TrialState, curve: Sequence[StepMet
         format_number(score.forecast_ratio),
         format_number(score.entropy_score),
         objective,
+        format_number(cut_off_share(curve)),
         trial.attempts,
         format_seconds(trial.training_s or None),
         element("code", format_configuration(trial.configuration)),

@@ -74,7 +74,7 @@ class RunBuilder:
             for step in range(first, last + 1):
                 values: dict[str, float] = {"attempt": attempt, "seconds": 21.5 + 3.25 * (step - first)}
                 if step:
-                    values["actor/entropy"] = entropy_at(step, loss)
+                    values |= {"actor/entropy": entropy_at(step, loss), "response_length/clip_ratio": step / 100}
                 if step % 4 == 0:
                     values["val-core/openai/gsm8k/acc/mean@1"] = accuracy_at(step, gain)
                 file.write(json.dumps(StepMetrics(step, values).to_record(), allow_nan=False) + "\n")
@@ -277,6 +277,7 @@ def test_leaderboard_has_the_numbers_of_the_ledger_in_the_order_of_the_promotion
         assert rows[name][4:6] == [f"{score.accuracy:.3f}", f"{score.entropy:.4f}"]
         assert rows[name][6] == f"{score.entropy_ratio:.3f}"
         assert rows[name][9] == f"{score.objective:.4f}"
+        assert rows[name][10] == f"{(score.step - 1.5) / 100:.3f}"  # the mean of four steps
     order = [name for name in rows if state.trials[name].kind == "search"]
     promotion = choose_promotion(state.search_trials)
     assert promotion is not None and order[0] == promotion.trial
