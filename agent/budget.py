@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from agent.config import AgentConfig
 from trials.metrics import StepMetrics
 
 _MARGIN_S = 720.0
@@ -42,6 +43,12 @@ class Limits:
         """The submission is there so long before the limit: ten minutes, and two for stopping what runs; a twentieth of a
         limit below four hours."""
         return min(_MARGIN_S, self.total_s * _MARGIN_SHARE)
+
+
+def read_limits(config: AgentConfig) -> Limits:
+    """The limits of a configuration."""
+    budget = config.budget
+    return Limits(budget.total_hours * 3600, budget.training_hours * 3600, budget.inference_minutes * 60)
 
 
 @dataclass(frozen=True)

@@ -196,12 +196,13 @@ def _resume(options: argparse.Namespace) -> None:
         _lock_run(locks, folder)
         state = folder.read_state()
         require_same(state, config, folder)
-        if options.set and state.full_run is not None:
-            raise ConfigError("the full run has begun, so --set can change nothing any more; start a new run")
+        changed = changed_keys(folder.read_config(), config)
+        late = [key for key in changed if key != "budget.inference_minutes"]
+        if late and state.full_run is not None:
+            raise ConfigError(f"the full run has begun, so {', '.join(late)} cannot change any more; start a new run")
         workspace = Workspace(config.workspace)
         require_healthy(config, workspace, is_resumed=True)
         _lock_workspace(locks, workspace)
-        changed = changed_keys(folder.read_config(), config)
         if changed:
             folder.ledger.append("configuration_changed", changed=changed)
             write_config(config, folder.path / "config.yaml")

@@ -153,9 +153,10 @@ class AgentConfig(_Section):
 
 
 _MAY_CHANGE = {
-    "runs", "ray_address", "search.trials", "search.concurrent", "budget.total_hours", "budget.training_hours",
+    "runs", "ray_address", "search.trials", "search.concurrent", "search.startup_timeout_s", "search.stall_timeout_s",
+    "budget.total_hours", "budget.training_hours", "budget.inference_minutes",
 }  # fmt: skip
-"""A resumed run may get more trials, other slots, another cluster or more hours."""
+"""A resumed run may get more trials, other slots, another cluster, more hours and more patience."""
 
 
 def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:

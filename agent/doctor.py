@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from agent.budget import read_limits, submission_reserve, training_left
 from agent.checks import CheckResult, first_line, require_sound, warning
 from agent.config import AgentConfig
 from agent.dataset import (
@@ -86,10 +87,24 @@ def check_task(config: AgentConfig, workspace: Workspace, checkpoints: Path) -> 
 def check_all(config: AgentConfig, workspace: Workspace, machine: Machine) -> list[CheckResult]:
     """All checks of a run: the workspace, the configuration against it, the machine against both."""
     task = check_task(config, workspace, config.runs / "checkpoints")
-    results = [*task.results, _check_runs_folder(config.runs)]
+    results = [*task.results, _check_hours(config), _check_runs_folder(config.runs)]
     if config.search.gpus_per_trial is not None:
         results.append(_check_slots(config, workspace))
     return [*results, *check_machine(machine, read_demand(config, workspace, task.rungs))]
+
+
+def _check_hours(config: AgentConfig) -> CheckResult:
+    """Whether anything is left of the hours once those of a submission, by its limits, are taken off."""
+    limits = read_limits(config)
+    kept_s = submission_reserve(limits, None, None, None)
+    left_s, _ = training_left(limits, 0.0, 0.0, kept_s)
+    found = f"{config.budget.total_hours:g} h, of these {config.budget.training_hours:g} h of training"
+    problem = (
+        f"budget.total_hours={config.budget.total_hours:g} leaves nothing to train: {kept_s / 60:.0f} min are kept for "
+        f"merge, two inferences and validation, {limits.margin_s / 60:.0f} min as a margin; give more hours or lower "
+        "budget.inference_minutes"
+    )
+    return CheckResult("hours", found, None if left_s > 0 else problem)
 
 
 def require_healthy(config: AgentConfig, workspace: Workspace, *, is_resumed: bool = False) -> list[CheckResult]:
@@ -115,7 +130,7 @@ def require_healthy(config: AgentConfig, workspace: Workspace, *, is_resumed: bo
 
 
 def _is_own_doing(name: str) -> bool:
-    return name in ("checkpoint folder", FREE_GPUS) or name.startswith(DISK)
+    return name in ("checkpoint folder", "hours", FREE_GPUS) or name.startswith(DISK)
 
 
 def check_workspace(workspace: Workspace, environment: TrainingEnvironment | None = None) -> list[CheckResult]:
@@ -210,6 +225,8 @@ def _check_python(name: str, path: Path) -> CheckResult:
 
 
 def _check_folder(name: str, path: Path) -> CheckResult:
+    if os.path.lexists(path) and not path.is_dir():
+        return CheckResult(name, "no folder", f"{path} is not a folder; move it away and create one")
     if not path.is_dir():
         return CheckResult(name, "missing", f"{path} does not exist; create it")
     if not _may(path, os.W_OK | os.X_OK):

@@ -239,10 +239,10 @@ class Pipeline(Submitting):
                 scratch=self.folder.tune,
             )
             self._require_running()
-            trials = self.state().search_trials
-            is_whole = all(trial.outcome is not None for trial in trials)  # not when a node was lost at the end
-            is_over = self._time_is_over() or not self._may_start()
-            if broken or is_over or (is_whole and len(trials) >= settings.trials):
+            ended = sum(
+                trial.outcome is not None for trial in self.state().search_trials
+            )  # not one whose node was lost
+            if broken or ended >= settings.trials or self._time_is_over() or not self._may_start():
                 break
         self.folder.stop_file.unlink(missing_ok=True)
         self._remove_scripts()

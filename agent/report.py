@@ -528,6 +528,14 @@ def split_time(curve: Sequence[StepMetrics]) -> tuple[float | None, float | None
 # ---- proof and reference -----------------------------------------------------------------------------------
 
 
+def _describe_evaluations(state: RunState) -> str:
+    budget = ((state.opened or {}).get("config") or {}).get("budget") or {}
+    return (
+        f"The task grants {budget.get('evaluations', 3)} evaluations; {len(state.evaluations)} were counted in this run, by "
+        "`export --count-evaluation`. The agent itself spends none: it checks and publishes files."
+    )
+
+
 def _proof(state: RunState) -> list[Markup]:
     finished = state.finished or {}
     facts = [
@@ -543,7 +551,7 @@ def _proof(state: RunState) -> list[Markup]:
         _published(state),
         element("p", _submission_facts(_submission(state))),
         *_model_check(state.stages.get("merge", {}).get("check")),
-        element("p", "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."),
+        element("p", _describe_evaluations(state)),
     ]
 
 
@@ -633,7 +641,6 @@ trains the best one in full. Dev accuracy is measured on problems that are not t
 _CURVES_NOTE = """Ring: the checkpoint of the headline, its entropy a mean over the last steps. Dotted
 vertical lines: rungs. Each line is one trial with one seed; small differences can be chance."""
 
-_CHANCES = "The task grants 3 evaluation chances. The agent spends none: it checks and publishes files."
 
 _FORECAST = """Before the end of the schedule the forecast h^g is judged instead of h: g = 2 up to half of the
 steps, then falling to 1. The full run's checkpoints are judged by h itself."""

@@ -18,6 +18,7 @@ from agent.budget import (
     last_save,
     measure,
     plan_budget,
+    read_limits,
     submission_reserve,
     training_left,
 )
@@ -119,8 +120,7 @@ class Run:
 
     @property
     def limits(self) -> Limits:
-        budget = self.config.budget
-        return Limits(budget.total_hours * 3600, budget.training_hours * 3600, budget.inference_minutes * 60)
+        return read_limits(self.config)
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -131,7 +132,13 @@ class Submitting(TrialRuns):
             return {"results": str(results), "results_bytes": folder_bytes(results)}
 
         def validate() -> dict[str, Any]:
-            return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
+            try:
+                return {"submission": asdict(validate_submission(results, self.workspace.test_file, model))}
+            except StageError:
+                refused = results.with_name("refused")  # to look at; the next attempt runs the inference again
+                shutil.rmtree(refused, ignore_errors=True)
+                results.rename(refused)
+                raise
 
         with Lock(folder / "lock", f"the submission {folder}", must_stop):  # waits for an export of the same checkpoint
             again = False
@@ -190,7 +197,8 @@ class Submitting(TrialRuns):
             StageError: naming what was handed in, and when.
         """
         counted, limit = self.evaluations(), self.config.budget.evaluations
-        if len(counted) >= limit:
+        published = [event["sha256"] for event in self.state().published[-1:]]
+        if len(counted) >= limit and not any(event["sha256"] in published for event in counted):
             days = (time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"])) for event in counted)
             raise StageError(f"all {limit} evaluations are used ({', '.join(days)}); nothing was changed or counted")
 
@@ -198,6 +206,8 @@ class Submitting(TrialRuns):
         """Count the newest publication as handed in; the same files are counted once. Returns what is to be told."""
         published, counted = self.state().published[-1], self.evaluations()
         limit = self.config.budget.evaluations
+        if len(counted) >= limit:
+            self.require_evaluation()
         for number, event in enumerate(counted, start=1):
             if event["sha256"] == published["sha256"]:
                 return f"these files are evaluation {number} of {limit} already"

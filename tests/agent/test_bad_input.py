@@ -137,6 +137,7 @@ CONFIGS = [
     ("search: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
     ("# " + "x" * 2**20, "more than a configuration's 1048576"),
     ("search: {last_rung_steps: 7, first_rung_steps: 2}", "must be a multiple"),
+    ("budget: {total_hours: 0.1}", "leaves nothing to train: 35 min are kept"),
 ]
 
 
@@ -145,7 +146,7 @@ def test_a_wrong_configuration_is_refused(workspace: Path, text: str, message: s
     (workspace.parent / "agent.yaml").write_text(text)
     before = read_manifest(Workspace(workspace))
     result = run_agent(workspace.parent, "--config", "agent.yaml")
-    assert_refused(result, 3 if "multiple" in message else 2, message)
+    assert_refused(result, 3 if "multiple" in message or "35 min" in message else 2, message)
     assert read_manifest(Workspace(workspace)) == before and sorted(os.listdir(workspace.parent)) == [
         "agent.yaml",
         "workspace",

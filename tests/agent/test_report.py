@@ -325,7 +325,7 @@ def test_proof_names_files_digests_and_changes(whole: RunBuilder) -> None:
     page = Page((whole.folder / "report.html").read_text())
     assert page.tables["published"][1][2:] == ["1.5 kB", "ab" * 32]
     assert "core_algos.py" in page.text and "not allowed: none" in page.text
-    assert "3 evaluation chances" in page.text
+    assert "grants 3 evaluations; 0 were counted" in page.text
     assert ["verl", "0.9.1"] in page.tables["versions"]
     assert ["training data", "640 rows from openai/gsm8k", "ok"] in page.tables["checks"]
 

@@ -1,5 +1,6 @@
 """Whole runs on a scripted workspace: real Ray Tune, Optuna, ledger, guard and overlay; only the trainer is scripted."""
 
+import json
 import os
 import signal
 import subprocess
@@ -224,7 +225,7 @@ def test_a_resume_may_not_change_what_the_run_depends_on(finished: tuple[Path, P
     result = run_agent(folder, "resume", "--set", "seed=7", "--set", "objective.collapsed=0.1")
     assert result.returncode == 4
     late = run_agent(folder, "resume", "--set", "search.trials=20")
-    assert late.returncode == 2 and "the full run has begun" in late.stderr
+    assert late.returncode == 2 and "the full run has begun, so search.trials cannot change" in late.stderr
     assert "seed: 0 → 7" in result.stderr and "objective.collapsed: 0.05 → 0.1" in result.stderr
 
 
@@ -348,6 +349,12 @@ def test_export_from_a_search_without_a_full_run(workspace: Path) -> None:
     ledger = Ledger(run / "ledger.jsonl")
     for number in (2, 3):
         ledger.append("evaluation_counted", sha256={"file": str(number)}, trial="t001", step=8)
+    again = run_agent(folder, "export", "--count-evaluation")
+    assert again.returncode == 0 and again.stdout.splitlines()[-1] == "these files are evaluation 1 of 3 already"
+    rows = [
+        json.dumps(row | {"sha256": {}} if row.get("event") == "evaluation_counted" else row) for row in ledger.read()
+    ]
+    ledger.path.write_text("\n".join(rows) + "\n")
     before = ledger.read()
     refused = run_agent(folder, "export", "--count-evaluation")
     assert refused.returncode == 5 and "all 3 evaluations are used" in refused.stderr and ledger.read() == before
@@ -407,6 +414,41 @@ def test_when_no_full_run_fits_the_baseline_goes_on_from_its_checkpoint(workspac
     reached = state.stages["continuation"]["steps"]
     assert reached in (10, 12) and list((run / "trials" / "t000").rglob(f"global_step_{reached}"))
     assert state.training_s < 36
+
+
+def test_an_invalid_result_is_inferred_again(workspace: Path) -> None:
+    """The second inference, that of the full run, writes NaN; the third is right again."""
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    inference = workspace / "task" / "scripts" / "inference.py"
+    text = inference.read_text()
+    assert "import pandas as pd, torch" in text and "torch.save(" in text
+    count_calls = f"calls = Path({str(folder / 'calls')!r}); calls.open('a').write('x')\n"
+    spoil = "_save = torch.save\ndef spoiled(logits, path):\n    bad = len(calls.read_text()) == 2\n"
+    spoil += "    _save([each * float('nan') for each in logits] if bad else logits, path)\ntorch.save = spoiled\n"
+    head, rest = text.split("import pandas as pd, torch\n")
+    inference.write_text(head + "import pandas as pd, torch\n" + count_calls + spoil + rest)
+    result = run_agent(folder, "--set", "search.trials=1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (folder / "calls").read_text() == "xxx"
+    assert [event["trial"] for event in events(run, "published")] == ["t000", "full"]
+    assert [event["stage"] for event in events(run, "stage_failed")] == ["validate"]
+    assert (run / "submission" / "full_step_16" / "refused" / "math_results_logits.pt").exists()
+
+
+def test_fewer_trials_end_a_search_with_open_ones(workspace: Path) -> None:
+    folder, run = workspace.parent, workspace.parent / "runs" / "run-1"
+    exit_code = start_and_kill(folder, lambda run: count(run, "trial_started") >= 3, signal.SIGKILL, step_s=0.25)
+    assert exit_code == -signal.SIGKILL
+    ledger = Ledger(run / "ledger.jsonl")
+    open_trials = [trial.trial for trial in read_state(run).search_trials if trial.outcome is None]
+    assert len(open_trials) == 2
+    ledger.append("trial_ended", trial=open_trials[0], outcome="stopped", failure=None, reason="by hand", seconds=0.0)
+    result = run_agent(folder, "resume", "--set", "search.trials=1", "--set", "budget.inference_minutes=5")
+    assert result.returncode == 0, result.stdout + result.stderr
+    state = read_state(run)
+    assert all(trial.outcome for trial in state.trials.values()) and state.full_run is not None
+    [changed] = events(run, "configuration_changed")
+    assert changed["changed"] == {"budget.inference_minutes": [10.0, 5.0], "search.trials": [6, 1]}
 
 
 def test_failing_trials_open_the_circuit_breaker(workspace: Path) -> None:
