@@ -194,7 +194,8 @@ def write_study(state: RunState, path: Path, name: str) -> None:
         name: of the study.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
     memory = sqlite3.connect(":memory:", check_same_thread=False)
     storage = optuna.storages.RDBStorage("sqlite://", {"creator": lambda: memory})
     study = optuna.create_study(storage=storage, study_name=name, direction="maximize")

@@ -99,6 +99,8 @@ class TrialRuns(Run):
         self._remove_scripts()
         for path in (self.folder.ray_tmpdir, self.folder.tune):
             shutil.rmtree(path, ignore_errors=True)
+        for half in [*self.folder.path.glob("*.tmp*"), *self.folder.path.glob("trials/*/attempt_*/*.tmp")]:
+            half.unlink(missing_ok=True)
         left = [trial for trial in self.state().trials.values() if trial.outcome is None]
         if self.disk.is_full():  # perhaps by their unfinished saves, and then nothing could be recorded
             for trial in left:
