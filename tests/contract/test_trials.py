@@ -2,6 +2,7 @@
 writer and resume rules (see verl_parts.py); only the policy is scripted."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_crash(trial: Trial, behaviour: dict[str, object], kind: str, words: str
 def test_stall_of_a_trainer_that_ignores_term_and_leaves_children(trial: Trial) -> None:
     result = trial(hang_at=6, ignore_term=True, leave_children=True)
     assert (result.ended.outcome, result.ended.failure, result.ended.last_step) == ("failed", "stall", 5)
-    assert "no step line for 2 s after step 5; the limit is 2 s" in result.ended.reason
+    assert re.match(r"no step line for \d+ s after step 5; the limit is \d+ s", result.ended.reason)
     children = [int(pid) for pid in (result.folder / "children.txt").read_text().split()]
     assert len(children) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in children)
 
