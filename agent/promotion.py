@@ -99,6 +99,12 @@ def choose_checkpoint(scores: Sequence[Score], complete_steps: Sequence[int]) ->
     return CheckpointChoice(best.step, best.objective, best.accuracy, best.entropy, reason)
 
 
+def choice_error(choice: CheckpointChoice, dev_rows: int) -> float:
+    """One standard error of a choice's objective; 0 for a checkpoint that was not validated."""
+    entropy_score = choice.objective / choice.accuracy if choice.accuracy else 0.0
+    return standard_error(Score(choice.step, choice.objective, choice.accuracy, entropy_score=entropy_score), dev_rows)
+
+
 def choose_losers(
     trials: Sequence[TrialState], with_checkpoint: Collection[str], dev_rows: int | None = None
 ) -> list[str]:

@@ -13,7 +13,7 @@ from agent.errors import StageError
 from agent.ledger import Event, TrialState
 from agent.merging import merge_checkpoint
 from agent.model_check import check_merged_model
-from agent.promotion import CheckpointChoice
+from agent.promotion import CheckpointChoice, choice_error
 from agent.run_folder import Lock, RunFolder
 from agent.submission import (
     LOGITS,
@@ -67,10 +67,12 @@ class Submitting(TrialRuns):
             raise StageError(f"{error}{self._published_so_far()}") from None
 
     def _keep_published(self, trial: TrialState, choice: CheckpointChoice) -> Submission | None:
-        """The published submission where its objective is higher, put back if its files are gone; else None."""
+        """The published submission where its objective is higher by more than one standard error, put back if its files are
+        gone; else None: of two that chance cannot tell apart, the newer one has been trained for longer."""
         state = self.state()
         event = state.published[-1] if state.published else {}
-        if event.get("objective", 0.0) <= choice.objective:
+        margin = choice_error(choice, self._dev_total)
+        if event.get("objective", 0.0) <= choice.objective + margin:
             return None
         try:
             submission = Submission(**json.loads((Path(event["folder"]) / "submission.json").read_text("utf-8")))
@@ -79,10 +81,8 @@ class Submitting(TrialRuns):
             return None
         chosen = f"{event['trial']} step {event['step']} stays"
         if not any(decision["chosen"] == chosen for decision in state.decisions):
-            reason = (
-                f"its objective {event['objective']:.4f} is above the {choice.objective:.4f} of {trial.trial} step "
-            )
-            self.decide("submission", chosen, f"{reason}{choice.step}")
+            reason = f"its objective {event['objective']:.4f} is above the {choice.objective:.4f} ± {margin:.4f} of "
+            self.decide("submission", chosen, f"{reason}{trial.trial} step {choice.step}")
         return submission
 
     def _salvage(self) -> str:

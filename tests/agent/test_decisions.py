@@ -8,7 +8,14 @@ import pytest
 from agent.budget import BudgetPlan, Limits, Measured, Schedule, last_save, measure, plan_budget, submission_reserve
 from agent.ledger import Score, TrialState
 from agent.objective import WORST, EntropyBand, entropy_score, forecast_exponent, judge
-from agent.promotion import choose_checkpoint, choose_losers, choose_promotion, losing_steps
+from agent.promotion import (
+    CheckpointChoice,
+    choice_error,
+    choose_checkpoint,
+    choose_losers,
+    choose_promotion,
+    losing_steps,
+)
 from trials.metrics import StepMetrics
 
 BAND = EntropyBand()
@@ -260,3 +267,9 @@ def test_losing_steps_are_those_that_cannot_be_chosen_worst_first() -> None:
     ]  # 5 was never validated; of 20 and 40 the later wins
     assert losing_steps(scores, [10, 30]) == [30]
     assert losing_steps(scores, [5, 15]) == [] == losing_steps([], [10, 20]) == losing_steps(scores, [])
+
+
+def test_the_error_of_a_choice_is_that_of_its_accuracy_times_the_entropy_score() -> None:
+    choice = CheckpointChoice(48, 0.3, 0.6, 0.2, "")
+    assert choice_error(choice, 200) == pytest.approx(0.5 * math.sqrt(0.6 * 0.4 / 200))
+    assert choice_error(CheckpointChoice(48, 0.0, None, None, ""), 200) == 0.0
