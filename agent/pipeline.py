@@ -200,7 +200,6 @@ class Pipeline(Submitting):
     def _after_trial(self) -> None:
         """What follows the end of a search trial: it may leave time to others."""
         self.delete_losers()
-        self._write_study(every_s=60.0)
         self._plan_search()
 
     def _run_search(self, state: RunState) -> dict[str, Any]:
@@ -252,13 +251,11 @@ class Pipeline(Submitting):
         after = self.state()
         return {"trials": len(after.search_trials), "failed": sum(t.outcome == "failed" for t in after.search_trials)}
 
-    def _write_study(self, every_s: float = 0.0) -> None:
-        """Bring the view for optuna-dashboard up to date, unless it was written a moment ago."""
+    def _write_study(self) -> None:
+        """Bring the view for optuna-dashboard up to date; not while trials wait for a slot, as it takes a second."""
         from agent.search import write_study
 
-        path = self.folder.optuna
-        if not path.exists() or self._time_source.wall_s() - path.stat().st_mtime > every_s:
-            write_study(self.state(), path, self.folder.path.name)
+        write_study(self.state(), self.folder.optuna, self.folder.path.name)
 
     # ---- re-measurement of proxies -----------------------------------------------------------------------------------
 
