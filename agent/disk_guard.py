@@ -25,7 +25,7 @@ class DiskGuard:
         folder: Path,
         watched: Sequence[Path],
         plan: Callable[[], list[Deletion]],
-        record: Callable[..., None],
+        record: Callable[..., object],
         stop: Callable[[], None],
         volume_of: Callable[[Path], Volume] = read_volume,
     ) -> None:

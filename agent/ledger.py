@@ -192,6 +192,10 @@ class TrialState:
         """The newest score."""
         return max(self.scores, key=lambda score: score.step, default=None)
 
+    def score_at(self, step: int) -> Score | None:
+        """Its score at a step, None when it has none there."""
+        return next((score for score in self.scores if score.step == step), None)
+
 
 @dataclass
 class RunState:
@@ -261,7 +265,7 @@ def fold(events: Iterable[Event]) -> RunState:
     state = RunState()
     for number, event in enumerate(events, start=1):
         try:
-            _apply(state, event)
+            apply(state, event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RunFolderError(
                 f"event {number} of the ledger ({event['event']}) is not complete ({type(error).__name__}: {error}); "
@@ -270,7 +274,8 @@ def fold(events: Iterable[Event]) -> RunState:
     return state
 
 
-def _apply(state: RunState, event: Event) -> None:
+def apply(state: RunState, event: Event) -> None:
+    """Bring a state up to date with the next event of its ledger."""
     kind = event["event"]
     since_s = max(0.0, event["time"] - state.newest_s) if state.opened else 0.0
     state.elapsed_s = float(event.get("elapsed_s", state.elapsed_s + since_s))

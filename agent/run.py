@@ -24,7 +24,7 @@ from agent.budget import (
 )
 from agent.clock import RunClock, SystemTime, TimeSource, start_run_clock
 from agent.config import AgentConfig, digest
-from agent.errors import AgentError, Interrupted, RunFolderError, StageError
+from agent.errors import AgentError, Interrupted, RunFolderError, StageError, describe_os_error
 from agent.ledger import Event, RunState, TrialState
 from agent.objective import judge, score_validation
 from agent.promotion import CheckpointChoice, choose_checkpoint, choose_promotion
@@ -75,10 +75,12 @@ class Run:
         self.slots = config.search.concurrent or _CPU_SLOTS
         """Trials side by side; counted where GPUs train."""
 
-    def record(self, event: str, **facts: Any) -> None:
-        """Append to the ledger and tell the view."""
+    def record(self, event: str, **facts: Any) -> Event:
+        """Append to the ledger and tell the view; returns the event."""
         with self._recording:
-            self._on_event(self.ledger.append(event, **self.clock.stamp(), **facts))
+            recorded = self.ledger.append(event, **self.clock.stamp(), **facts)
+            self._on_event(recorded)
+            return recorded
 
     def state(self) -> RunState:
         return self.folder.read_state()
@@ -113,8 +115,7 @@ class Run:
         state = self.state()
         seen = []
         for trial in state.trials.values():
-            line = last_line(self.folder.trial(trial.trial), trial.attempts)
-            if line is not None and trial.open_since_s is not None:
+            if trial.open_since_s is not None and (line := last_line(self.folder.trial(trial.trial), trial.attempts)):
                 seen.append((trial.open_since_s + line[0], line[1]))
         return start_run_clock(state, self._time_source, seen)
 
@@ -306,5 +307,4 @@ class Run:
 
 def unwritable(what: str, error: OSError) -> StageError:
     """The error of somebody who cannot write."""
-    where = f" {error.filename}" if error.filename else ""
-    return StageError(f"{what} cannot write{where}: {error.strerror or error}; free space or fix it, then resume")
+    return StageError(f"{what} cannot write {describe_os_error(error, 'its folder')}, then resume")

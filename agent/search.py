@@ -27,7 +27,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from agent.cluster import Engine, driver_environment, find_slots, is_node_lost
 from agent.errors import AgentError, StageError
-from agent.ledger import RunState, Score, TrialState
+from agent.ledger import Event, RunState, Score, TrialState, apply
 from agent.objective import WORST, standard_error
 from agent.slots import ON_CPU, Ask, SlotsBusy
 from search_spaces.space import Configuration, SearchSpace
@@ -78,7 +78,7 @@ def distributions_of(space: SearchSpace, parameters: Configuration) -> dict[str,
 
 def run_search(
     plan: SearchPlan,
-    record: Callable[..., None],
+    record: Callable[..., Event],
     state: RunState,
     prepare: Prepare,
     score: Scorer,
@@ -99,8 +99,8 @@ def run_search(
 
     Args:
         plan: what to do.
-        record: appends an event to the ledger: every start, score and end.
-        state: the fold of the ledger at this moment.
+        record: appends an event to the ledger and returns it: every start, score and end.
+        state: the fold of the ledger at this moment; the search keeps it up to date.
         prepare: makes the attempt of a trial.
         score: judges a validation; sent to the workers.
         engine: the Ray that runs the trials.
@@ -241,7 +241,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
     def __init__(
         self,
         plan: SearchPlan,
-        record: Callable[..., None],
+        record: Callable[..., Event],
         state: RunState,
         prepare: Prepare,
         must_stop: Callable[[], bool],
@@ -249,9 +249,10 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         lost_workers: dict[str, str] | None = None,
         may_start: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`lost_workers`: Tune's trial id → how its worker was lost; filled by the scheduler, which Tune tells first."""
+        """`state` is kept up to date with what is recorded here. `lost_workers`: Tune's trial id → how its worker was lost;
+        filled by the scheduler, which Tune tells first."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._plan, self._append, self._prepare = plan, record, prepare
+        self._plan, self._append, self._state, self._prepare = plan, record, state, prepare
         self._must_stop, self._may_start, self._on_end = must_stop, may_start, on_end
         self._numbers = len(state.trials)
         super().__init__(space=plan.space.suggest, metric="objective", mode="max", sampler=self._new_sampler())
@@ -259,20 +260,13 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         """Trials that are to be started still, once more included."""
         self._started: dict[str, str] = {}
         """Tune's trial id → ours."""
-        self._attempts = {trial.trial: trial.attempts for trial in state.trials.values()}
-        self._failed_attempts = {trial.trial: trial.failed_attempts for trial in state.trials.values()}
-        """Trial → failures in a row without a score in between."""
-        self._reached = {trial.trial: trial.last.step for trial in state.trials.values() if trial.last}
         known = comparable_trials(state, plan.ask)
         self._names = {_point(trial.parameters): trial.trial for trial in reversed(known)}
         """Point → the first trial that was run there."""
         self._queue: deque[tuple[Configuration, dict[str, str]]] = deque()
         """Points to run before Optuna draws new ones, with what is known of them: trial and origin."""
-        self._open: set[str] = set()
         self._waiting: dict[str, tuple[float, Path]] = {}
         """Trial → since when it waits for a slot, and its attempt's folder."""
-        self._lost: set[str] = set()
-        """Trials whose attempt failed and that have not been started again."""
         self._lost_workers = {} if lost_workers is None else lost_workers
         self._failures: list[tuple[str, str]] = []
         """(trial, failure) of the attempts that failed since a trial last showed a score or ended well."""
@@ -297,9 +291,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         """A sampler for the next new trial. Its seed follows from the trial's number, so that a run that was killed goes on
         with the same points as one that was not."""
         seed = self._plan.seed + self._numbers + 10_007 * draw
-        startup = (
-            self._plan.startup_trials if draw < _DRAWS // 2 else 10**9
-        )  # TPE insists on its optimum: at random then
+        startup = self._plan.startup_trials
+        if draw >= _DRAWS // 2:
+            startup = 10**9  # at random: TPE insists on its optimum
         return optuna.samplers.TPESampler(
             seed=seed % 2**32, n_startup_trials=startup, multivariate=True, constant_liar=True
         )
@@ -333,8 +327,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         if name is None:
             name = f"t{self._numbers:03d}"
             self._numbers += 1
-        attempt = self._attempts.get(name, 0) + 1
-        self._attempts[name] = attempt
+        attempt = self._state.trials[name].attempts + 1 if name in self._state.trials else 1
         spec = self._prepare(name, attempt, "search", dict(chosen.params))
         self._record(
             "trial_started",
@@ -351,8 +344,6 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         )
         self._started[trial_id] = name
         self._names.setdefault(_point(chosen.params), name)
-        self._open.add(name)
-        self._lost.discard(name)
         self._waiting[name] = (time.monotonic(), spec.attempt_folder)
         return {"trial": name, "spec": spec.to_dict()}
 
@@ -394,7 +385,7 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     def _record(self, event: str, **facts: Any) -> None:
         try:
-            self._append(event, **facts)
+            apply(self._state, self._append(event, **facts))
         except AgentError as error:
             self.fatal = self.fatal or error
 
@@ -402,26 +393,20 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
         if not result.get("step"):
             return
         self._failures.clear()
-        name, step = self._started[trial_id], int(result["step"])
-        if step > self._reached.get(name, 0):
-            self._reached[name], self._failed_attempts[name] = step, 0
-        self._record("trial_scored", trial=name, **asdict(Score.from_facts(result)))
-        self._ot_trials[trial_id].report(result["objective"], step)
+        self._record("trial_scored", trial=self._started[trial_id], **asdict(Score.from_facts(result)))
+        self._ot_trials[trial_id].report(result["objective"], int(result["step"]))
 
     def _is_retried(self, name: str, result: dict[str, Any]) -> bool:
         kind = FailureKind(result.get("failure") or FailureKind.UNKNOWN)
-        return self._failed_attempts.get(name, 0) + 1 < kind.attempts(result.get("start_up_s") is not None)
+        return kind.may_retry(self._state.trials[name].failed_attempts, result.get("start_up_s") is not None)
 
     def _retry(self, trial_id: str, name: str, result: dict[str, Any]) -> None:
         """Record a failed attempt and queue the trial's next one."""
         chosen = self._ot_trials[trial_id]
         self._record(
-            "attempt_failed", trial=name, attempt=self._attempts[name], failure=result["failure"],
+            "attempt_failed", trial=name, attempt=self._state.trials[name].attempts, failure=result["failure"],
             reason=result.get("ending", ""), step=result.get("step"), seconds=result.get("seconds"),
         )  # fmt: skip
-        self._failed_attempts[name] = self._failed_attempts.get(name, 0) + 1
-        self._open.discard(name)
-        self._lost.add(name)
         self._count_failure(name, result)
         if not self.is_broken:
             origin = chosen.user_attrs.get("origin", "optuna")
@@ -439,7 +424,6 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
             step=result.get("step"), seconds=result.get("seconds"), start_up_s=result.get("start_up_s"),
             step_s=result.get("step_s"), out_of_time=result["out_of_time"],
         )  # fmt: skip
-        self._open.discard(name)
         if outcome == "failed":
             self._count_failure(name, result)
         else:
@@ -457,8 +441,9 @@ class LedgerSearch(_NotSaved, OptunaSearch):  # type: ignore[misc]
 
     def watch_waiting(self) -> None:
         """A trial may wait for a slot while others run, but not for ever while none does."""
-        self._waiting = {n: w for n, w in self._waiting.items() if n in self._open and read_place(w[1]) is None}
-        if not self._waiting or self._waiting.keys() != self._open:
+        running = {trial.trial for trial in self._state.search_trials if trial.open_since_s is not None}
+        self._waiting = {n: w for n, w in self._waiting.items() if n in running and read_place(w[1]) is None}
+        if not self._waiting or self._waiting.keys() != running:
             return
         waited_s = time.monotonic() - min(since for since, _ in self._waiting.values())
         if waited_s < min(_LOOK_AGAIN_S, self._plan.patience_s) or not self._plan.ask.gpus:

@@ -437,8 +437,8 @@ class TrialRuns(Run):
             kind = FailureKind(ended.failure) if ended.failure else None
             if kind is FailureKind.DISK_FULL:
                 raise StageError(f"{name}: {ended.reason}; free space, then resume")
-            failed_attempts = self.state().trials[name].failed_attempts
-            if kind is None or failed_attempts + 1 >= kind.attempts(ended.start_up_s is not None):
+            failed_before = self.state().trials[name].failed_attempts
+            if kind is None or not kind.may_retry(failed_before, ended.start_up_s is not None):
                 self._record_end(name, ended)
                 return ended
             facts = asdict(ended)

@@ -14,7 +14,7 @@ ATTEMPTS = 3
 
 
 class FailureKind(str, Enum):
-    """Kinds of failure. `blames_configuration` and `attempts` are their rules; a full disk stops the run."""
+    """Kinds of failure. `blames_configuration` and `may_retry` are their rules; a full disk stops the run."""
 
     OUT_OF_MEMORY = "out_of_memory"
     NON_FINITE = "non_finite"
@@ -35,14 +35,17 @@ class FailureKind(str, Enum):
         """Whether the sampler should learn that this region is bad."""
         return self in (FailureKind.OUT_OF_MEMORY, FailureKind.NON_FINITE)
 
-    def attempts(self, made_a_step: bool) -> int:
-        """How many attempts in a row without a score in between are made when they end like this; each goes on from the
-        trial's last checkpoint.
+    def may_retry(self, failed_attempts: int, made_a_step: bool) -> bool:
+        """Whether a trial whose attempt ended like this gets another one, from its last checkpoint.
 
         Args:
+            failed_attempts: how many in a row, without a score in between, had failed before.
             made_a_step: whether the attempt got as far as a training step. Memory that runs out before one may still
                 belong to the trial that had the GPUs before.
         """
+        return failed_attempts + 1 < self._attempts(made_a_step)
+
+    def _attempts(self, made_a_step: bool) -> int:
         if self in (FailureKind.PREEMPTED, FailureKind.KILLED, FailureKind.STALL, FailureKind.NO_PROGRESS):
             return ATTEMPTS
         if self in (FailureKind.STARTUP_HANG, FailureKind.ENDED_EARLY, FailureKind.UNKNOWN):

@@ -10,7 +10,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState as OptunaState
 
-from agent.ledger import RunState, Score, TrialState
+from agent.ledger import Event, RunState, Score, TrialState
 from agent.rungs import plan_rungs
 from agent.search import LedgerASHA, LedgerSearch, SearchPlan, distributions_of, optuna_verdict, write_study
 from search_spaces.space import read_space, shipped_space
@@ -47,9 +47,14 @@ def build(
 ) -> tuple[LedgerSearch, list[dict[str, Any]]]:
     written: list[dict[str, Any]] = []
     state = RunState(trials={trial.trial: trial for trial in trials})
+
+    def record(event: str, **facts: Any) -> Event:
+        written.append({"event": event, **facts})
+        return {"time": 0.0, **written[-1]}
+
     search = LedgerSearch(
         plan,
-        lambda event, **facts: written.append({"event": event, **facts}),
+        record,
         state,
         prepare,
         lambda: False,
