@@ -183,20 +183,21 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _resume(options: argparse.Namespace) -> None:
-    from agent.config import AgentConfig, changed_keys, load_config, write_config
+    from agent.config import AgentConfig, differences, load_config, write_config
     from agent.doctor import require_healthy
     from agent.run_folder import find_run_folder, require_same
     from agent.workspace import Workspace
 
     folder = find_run_folder(options.runs, options.run)
-    config: AgentConfig = folder.read_config()
+    before: AgentConfig = folder.read_config()
+    config = before
     if options.set:
         config = load_config(folder.path / "config.yaml", options.set)
     with ExitStack() as locks:
         _lock_run(locks, folder)
         state = folder.read_state()
         require_same(state, config, folder)
-        changed = changed_keys(folder.read_config(), config)
+        changed = differences(before.flat(), config.flat())
         late = [key for key in changed if key != "budget.inference_minutes"]
         if late and state.full_run is not None:
             raise ConfigError(f"the full run has begun, so {', '.join(late)} cannot change any more; start a new run")
@@ -299,15 +300,12 @@ def _status(options: argparse.Namespace) -> None:
 
     from agent.report import read_curves
     from agent.run_folder import find_run_folder, is_locked
-    from agent.view import render_status
+    from agent.view import print_page, render_status
 
     folder = find_run_folder(options.runs, options.run)
     state = folder.read_state()
     curves = read_curves(folder.path, state.trials)
-    console = Console()
-    with console.capture() as page:  # rich itself would end silently when nobody reads it
-        console.print(render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
-    print(page.get(), end="")
+    print_page(Console(), render_status(state, alive=is_locked(folder.path / "lock"), curves=curves))
 
 
 def _report(options: argparse.Namespace) -> None:

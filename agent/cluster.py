@@ -25,6 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from agent.checks import first_line
 from agent.errors import PreflightError, StageError
 from agent.slots import Ask, Node, Slots, SlotsBusy, count_slots
 from trials.guard import RUN_TAG, Guarded, sweep
@@ -85,10 +86,14 @@ class Engine:
         logger.handlers, logger.propagate = [logging.FileHandler(self.log)], False
         handler = signal.getsignal(signal.SIGTERM)
         self._left.callback(signal.signal, signal.SIGTERM, handler)
-        if self.address:
-            self._join(self.address)
-        else:
-            self._start()
+        try:
+            if self.address:
+                self._join(self.address)
+            else:
+                self._start()
+        except BaseException:
+            self._left.close()
+            raise
         signal.signal(signal.SIGTERM, handler)  # Ray's own aborts; leaving Ray takes it away, too
 
     def _start(self) -> None:
@@ -113,9 +118,7 @@ class Engine:
                 _temp_dir=str(self.folder),
             )
         except Exception as error:  # Ray raises bare ones, e.g. when one of its processes is killed meanwhile
-            self._left.close()
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise StageError(f"Ray did not start: {line}; see {self.log}, then resume") from None
+            raise StageError(f"Ray did not start: {first_line(error)}; see {self.log}, then resume") from None
         is_left = threading.Event()
         self._left.callback(is_left.set)
         threading.Thread(target=self._watch, args=(is_left,), daemon=True).start()

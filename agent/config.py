@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,11 @@ class AgentConfig(_Section):
 
     def fingerprint(self) -> dict[str, Any]:
         """The fields that must not change within a run, flat: dotted name → value."""
-        fields = self.model_dump(mode="json")
-        return {name: value for name, value in _flatten(fields).items() if name not in _MAY_CHANGE}
+        return {name: value for name, value in self.flat().items() if name not in _MAY_CHANGE}
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted name → value."""
+        return _flatten(self.model_dump(mode="json"))
 
     def training_prefix(self) -> str | None:
         """Prefix of the environment that runs train.sh, merger and inference.sh; None is the agent's own.
@@ -225,12 +228,10 @@ def write_config(config: AgentConfig, path: Path) -> None:
     temporary.rename(path)
 
 
-def changed_keys(before: AgentConfig, after: AgentConfig) -> dict[str, list[Any]]:
-    """Dotted name → [value before, value after] of what differs."""
-    old, new = (_flatten(config.model_dump(mode="json")) for config in (before, after))
-    return {
-        key: [old.get(key), new.get(key)] for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
-    }
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Name → [value before, value after] of what differs, None for what is not there."""
+    pairs = {key: [before.get(key), after.get(key)] for key in sorted(before.keys() | after.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def digest(value: Any) -> str:

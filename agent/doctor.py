@@ -45,6 +45,7 @@ from agent.script_checks import (
 )
 from agent.slots import read_ask, read_proxy_overrides
 from agent.training import TrainingCheck, check_training
+from agent.view import print_page
 from agent.workspace import Workspace, find_vocabulary, read_text
 from search_spaces.plain_files import require_file
 from trials.batching import BATCH_DEFAULTS
@@ -159,10 +160,7 @@ def render_table(results: Sequence[CheckResult]) -> Table:
 def print_table(results: Sequence[CheckResult]) -> None:
     """Write the table to standard output; wide enough to be searched when that is not a terminal."""
     console = Console()
-    console = Console(width=None if console.is_terminal else 200)
-    with console.capture() as page:  # rich itself would end silently when nobody reads it
-        console.print(render_table(results))
-    print(page.get(), end="")
+    print_page(Console(width=None if console.is_terminal else 200), render_table(results))
 
 
 # ---- paths ------------------------------------------------------------------------------------------------------------

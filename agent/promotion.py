@@ -53,7 +53,7 @@ def choose_promotion(trials: Sequence[TrialState], dev_rows: int | None = None) 
         reason += f"; next is {finalists[1].trial} ({finalists[1].origin}) with {second.objective:.4f}"
     for earlier in sorted(groups.keys() - {top}, reverse=True):
         ended = [trial for trial in groups[earlier] if trial.outcome is not None]
-        challenger, known = max(ended, key=_merit, default=None), _at(best, earlier)
+        challenger, known = max(ended, key=_merit, default=None), best.score_at(earlier)
         noise = standard_error(known, dev_rows) if known and dev_rows else 0.0
         if challenger and known and _last(challenger).objective > known.objective + noise:
             reason += f"; {challenger.trial} ({challenger.origin}), for which time ended at step {earlier}, was better "
@@ -136,10 +136,6 @@ def _last(trial: TrialState) -> Score:
     score = trial.last
     assert score is not None
     return score
-
-
-def _at(trial: TrialState, step: int) -> Score | None:
-    return next((score for score in trial.scores if score.step == step), None)
 
 
 def _merit(trial: TrialState) -> tuple[float, float, float]:

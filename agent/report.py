@@ -144,10 +144,6 @@ def last_step(trial: TrialState, curve: Sequence[StepMetrics]) -> int | None:
     return max(steps, default=None)
 
 
-def _score_at(trial: TrialState, step: int) -> Score | None:
-    return next((score for score in trial.scores if score.step == step), None)
-
-
 def _rung_steps(state: RunState) -> list[int]:
     rungs = (state.opened or {}).get("rungs")
     if isinstance(rungs, (list, tuple)) and rungs:
@@ -208,7 +204,7 @@ def _find_leader(state: RunState) -> _Leader | None:
     if chosen is not None:
         step, objective = int(receipt.get("step") or 0), float(receipt.get("objective") or 0.0)
         unscored = Score(step, objective, receipt.get("accuracy"), receipt.get("entropy"))
-        return _Leader(chosen, _score_at(chosen, step) or unscored, True)
+        return _Leader(chosen, chosen.score_at(step) or unscored, True)
     full = state.full_run
     promotion = choose_promotion([full] if full and full.scores else list(state.trials.values()))
     trial = state.trials[promotion.trial] if promotion else None
@@ -275,9 +271,9 @@ def _find_rivals(state: RunState, leader: _Leader) -> tuple[Score, Score] | None
     baseline = state.baseline
     if baseline is None or baseline is leader.trial:
         return None
-    if same := _score_at(baseline, leader.score.step):
+    if same := baseline.score_at(leader.score.step):
         return leader.score, same
-    pairs = [(ours, theirs) for ours in leader.trial.scores if (theirs := _score_at(baseline, ours.step))]
+    pairs = [(ours, theirs) for ours in leader.trial.scores if (theirs := baseline.score_at(ours.step))]
     return max(pairs, key=lambda pair: pair[0].step, default=None)
 
 
@@ -476,7 +472,7 @@ def _rungs(state: RunState) -> Markup:
 
 def _rung_row(state: RunState, rung: int) -> tuple[int, int, Markup, str]:
     trials = [trial for trial in state.trials.values() if trial.kind != "full"]
-    reached = [(score.objective, trial.trial) for trial in trials if (score := _score_at(trial, rung))]
+    reached = [(score.objective, trial.trial) for trial in trials if (score := trial.score_at(rung))]
     reached.sort(key=lambda pair: -pair[0])
     objectives = ", ".join(f"{name} {format_number(value, 4)}" for value, name in reached)
     ended = [t.trial for t in trials if t.outcome == "stopped" and t.last and t.last.step == rung]

@@ -15,7 +15,7 @@ from typing import IO, Any
 import yaml
 
 from agent.clock import SystemTime, TimeSource, boot_facts
-from agent.config import AgentConfig, digest, write_config
+from agent.config import AgentConfig, differences, digest, write_config
 from agent.errors import ConfigError, RunFolderError
 from agent.ledger import SCHEMA, Ledger, RunState, fold
 from search_spaces.strict_yaml import YamlError, read_yaml
@@ -223,9 +223,8 @@ def require_same(state: RunState, config: AgentConfig, folder: RunFolder) -> Non
     opened = state.opened or {}
     if opened.get("schema") != SCHEMA:
         raise RunFolderError(f"{folder.path} has ledger schema {opened.get('schema')}, this version knows {SCHEMA}")
-    before, now = opened["fingerprint"], config.fingerprint()
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    changed = [f"{key}: {before.get(key)!r} → {now.get(key)!r}" for key in keys]
+    changes = differences(opened["fingerprint"], config.fingerprint())
+    changed = [f"{key}: {before!r} → {now!r}" for key, (before, now) in changes.items()]
     if opened["space_digest"] != space_digest(config):
         changed.append(f"content of {config.space_path()}")
     if changed:

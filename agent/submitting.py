@@ -206,10 +206,9 @@ class Submitting(TrialRuns):
         """Count the newest publication as handed in; the same files are counted once. Returns what is to be told."""
         published, counted = self.state().published[-1], self.evaluations()
         limit = self.config.budget.evaluations
-        if len(counted) >= limit:
-            self.require_evaluation()
         for number, event in enumerate(counted, start=1):
             if event["sha256"] == published["sha256"]:
                 return f"these files are evaluation {number} of {limit} already"
+        self.require_evaluation()
         self.record("evaluation_counted", **{name: published[name] for name in ("sha256", "trial", "step")})
         return f"counted as evaluation {len(counted) + 1} of {limit}"

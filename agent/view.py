@@ -137,6 +137,13 @@ class View:
 # ---- status ------------------------------------------------------------------------------------------------
 
 
+def print_page(console: Console, page: RenderableType) -> None:
+    """Print to standard output; rich itself would end silently when nobody reads it."""
+    with console.capture() as text:
+        console.print(page)
+    print(text.get(), end="")
+
+
 def render_status(
     state: RunState, alive: bool, curves: Curves | None = None, stage: str = "", rows: int | None = None
 ) -> RenderableType:

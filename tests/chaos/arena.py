@@ -83,7 +83,7 @@ class Run:
             self.driver = subprocess.Popen(
                 [sys.executable, str(ROOT / "run_agent.py"), *words], cwd=self.folder, stdin=subprocess.DEVNULL,
                 env={**agent_environment(**self.behaviour), "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output,
-                process_group=0, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+                start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
             )  # fmt: skip
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
