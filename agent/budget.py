@@ -14,7 +14,7 @@ The limit of training is counted in seconds of all the GPUs that train.sh asks; 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +69,10 @@ class Measured:
         """From the ledger's receipt of a baseline."""
         times = receipt.get("save_s"), receipt.get("validate_s")
         return cls(float(receipt["start_up_s"]), float(receipt["step_s"]), *times)
+
+    def on_share(self, gpu_share: float) -> "Measured":
+        """What to expect on so much of the GPUs, before it is measured."""
+        return replace(self, step_s=self.step_s / gpu_share)
 
     def steps_s(self, steps: int, saves: int) -> float:
         """So many steps, with so many saves that are validated each."""

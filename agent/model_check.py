@@ -19,6 +19,7 @@ import yaml
 
 from agent.errors import PreflightError, StageError
 from agent.merging import Runner, merge_environment
+from agent.script_checks import read_setting
 from agent.tensors import TOKENIZER_FILES
 from agent.workspace import Workspace
 from trials.script import ScriptError
@@ -225,8 +226,10 @@ def _describe(
 def _settings(workspace: Workspace, request: Mapping[str, Any], answer: Mapping[str, Any]) -> list[list[str]]:
     """(what, in the training, in the check) of all that may make the two differ."""
 
+    overrides = workspace.script.overrides
+
     def told(key: str) -> str:
-        return str(workspace.script.overrides.get(key, "verl's default"))
+        return read_setting(workspace, key) or str(overrides.get(key, "verl's default"))
 
     def validation(*names: str) -> str:
         return ", ".join(f"{name} {told(_VALIDATION + name)}" for name in names)
@@ -234,7 +237,7 @@ def _settings(workspace: Workspace, request: Mapping[str, Any], answer: Mapping[
     sampling = "greedy"
     if request["temperature"] > 0:
         sampling = f"temperature {request['temperature']}, top_p {request['top_p']}, top_k {request['top_k']}"
-    rewards = [value for key, value in workspace.script.overrides.items() if key.endswith("reward_function.path")]
+    rewards = [told(key) for key in overrides if key.endswith("reward_function.path")]
     everything = sum(workspace.dev_rows().values())
     return [
         ["questions", f"all {everything}", f"{len(request['prompts'])} of them, evenly spread"],

@@ -5,7 +5,6 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pyarrow import ArrowException
@@ -91,8 +90,7 @@ def _find_measured(config: AgentConfig, workspace: Workspace) -> tuple[Measured,
 
 def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
     config, schedule, ask, slots = pipeline.config, pipeline.schedule, pipeline.ask, _expected_slots(pipeline)
-    share = ask.gpus / ask.exact_gpus if ask.is_proxy else 1.0
-    trial = replace(measured, step_s=measured.step_s / share)
+    trial = measured.on_share(ask.gpu_share)
     exact_s, trial_s = (schedule.trial_s(times, schedule.rungs[-1]) for times in (measured, trial))
     again = config.search.remeasured_proxies if ask.is_proxy else 0
     submission_s = submission_reserve(pipeline.limits, None, None, None)
@@ -105,7 +103,7 @@ def _render_plan(pipeline: Pipeline, measured: Measured, origin: str) -> str:
         trial_measured=trial,
         schedule=schedule,
         slots=slots,
-        gpu_share=share,
+        gpu_share=ask.gpu_share,
         remeasured=again,
     )
     total_steps = schedule.total_steps

@@ -6,7 +6,6 @@ import statistics
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +132,6 @@ class Run:
         return read_ask(self.config, self.workspace)
 
     @property
-    def _gpu_share(self) -> float:
-        return self.ask.gpus / self.ask.exact_gpus if self.ask.is_proxy else 1.0
-
-    @property
     def _cpu_trains(self) -> bool:
         return self.workspace.setting("trainer.device") == "cpu"
 
@@ -157,10 +152,10 @@ class Run:
             trial_measured=trial_measured,
             schedule=self.schedule,
             slots=self.slots,
-            gpu_share=self._gpu_share,
+            gpu_share=self.ask.gpu_share,
             remeasured=max(0, self.config.search.remeasured_proxies - len(exact)) if to_remeasure else 0,
             running=len(running),
-            promised_s=promised_s * self._gpu_share,
+            promised_s=promised_s * self.ask.gpu_share,
         )
 
     def _left_s(self, trial: TrialState, measured: Measured, now_s: float) -> float:
@@ -188,7 +183,7 @@ class Run:
         """Times of a search trial: as the ended ones took, before there is one as its GPUs let expect."""
         known = [t for t in state.search_trials if t.start_up_s is not None and t.step_s is not None]
         if not known:
-            return replace(measured, step_s=measured.step_s / self._gpu_share)
+            return measured.on_share(self.ask.gpu_share)
         start_up_s = statistics.median(trial.start_up_s or 0.0 for trial in known)
         return Measured(start_up_s, statistics.median(trial.step_s or 0.0 for trial in known))
 

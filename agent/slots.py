@@ -34,6 +34,11 @@ class Ask:
     def is_proxy(self) -> bool:
         return self.gpus < self.exact_gpus
 
+    @property
+    def gpu_share(self) -> float:
+        """Of train.sh's GPUs."""
+        return self.gpus / self.exact_gpus if self.is_proxy else 1.0
+
 
 ON_CPU = Ask(0, 0)
 
